@@ -37,7 +37,9 @@ class ModelConfig:
 class DataConfig:
     """What is trained on. `files` names where it was read; a checkpoint also holds its md5s."""
 
-    files: tuple[str, ...] = ()  # text, .gz, folders, '-', encoded .h5, uint16 .bin; empty: the embedded corpus
+    files: tuple[
+        str, ...
+    ] = ()  # text, .gz, folders, '-', encoded .h5, uint16 .bin; empty: the embedded corpus
     tokenizer: str = "ascii100"  # ascii100 or bytes (ids for a .bin without text)
     val_fraction: float = 0.05  # last share of the tokens kept for validation; 0 turns it off
     val_files: tuple[str, ...] = ()  # validate on these instead
@@ -52,7 +54,9 @@ class TrainConfig:
     batch_size: int = 32  # windows in a micro-batch, B
     seq_len: int = 128  # tokens in a window, T
     accumulation: int = 1  # micro-batches in a step
-    carry_state: bool = False  # truncated BPTT: consecutive windows, hidden state carried from one to the next
+    carry_state: bool = (
+        False  # truncated BPTT: consecutive windows, hidden state carried from one to the next
+    )
     clip_norm: float = 1.0  # largest global gradient norm; 0 turns clipping off
     label_smoothing: float = 0.0  # ε in (1−ε)·NLL − (ε/V)·Σ log p
     seed: int = 1  # of every random stream
@@ -196,7 +200,7 @@ def _type_of(key: str) -> Any:
 def _unknown(name: str, known: list[str], what: str, where: str) -> ConfigError:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"did you mean '{near[0]}'?" if near else "known: " + ", ".join(known)
-    return ConfigError(f"{where}: unknown {what} '{name}'; {hint}")
+    return ConfigError(f"{where}: unknown {what} {name!r}; {hint}")
 
 
 def _check_known(key: str, where: str) -> None:
@@ -207,10 +211,10 @@ def _check_known(key: str, where: str) -> None:
     in_table = [k for k in known if k.startswith(f"{table}.")]
     near = difflib.get_close_matches(name, [k.partition(".")[2] for k in in_table], n=1, cutoff=0.5)
     if near:
-        raise ConfigError(f"{where}: unknown key '{key}'; did you mean '{table}.{near[0]}'?")
+        raise ConfigError(f"{where}: unknown key {key!r}; did you mean '{table}.{near[0]}'?")
     elsewhere = [k for k in known if k.partition(".")[2] == name]
     if elsewhere:
-        raise ConfigError(f"{where}: unknown key '{key}'; did you mean '{elsewhere[0]}'?")
+        raise ConfigError(f"{where}: unknown key {key!r}; did you mean '{elsewhere[0]}'?")
     raise _unknown(key, known, "key", where)
 
 
@@ -241,14 +245,17 @@ def convert(key: str, value: Any, where: str) -> Any:
                 raise wrong from None
     if kind is int and isinstance(value, float) and value.is_integer():
         value = int(value)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+    if kind is float and type(value) is int:
+        try:
+            value = float(value)
+        except OverflowError:
+            raise wrong from None
     if type(value) is not kind:
         raise wrong
     if key in CHOICES and value not in CHOICES[key]:
         near = difflib.get_close_matches(str(value), CHOICES[key], n=1)
         hint = f"; did you mean '{near[0]}'?" if near else ""
-        raise ConfigError(f"{where}: {key} must be one of {', '.join(CHOICES[key])}, not '{value}'{hint}")
+        raise ConfigError(f"{where}: {key} must be one of {', '.join(CHOICES[key])}, not {value!r}{hint}")
     if key in RANGES:
         low, high, inclusive = RANGES[key]
         if not (low <= value <= high if inclusive else low <= value < high):
@@ -293,7 +300,7 @@ def preset_names() -> list[str]:
 def _read_toml(text: str, where: str) -> dict[str, Any]:
     try:
         return flatten(tomllib.loads(text), where)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also numbers or nesting beyond Python's limits
         raise ConfigError(f"{where}: not valid TOML: {error}") from None
 
 

@@ -59,10 +59,10 @@ def bits(n: int, *, seed: int, stream: int, step: int = 0, layer: int = 0) -> Ar
     """
     if not 0 <= seed <= MAX_SEED:
         raise ValueError(f"seed must lie in 0…2^64−1, not {seed}")
-    blocks = -(-n // 4)
-    for name, value in (("stream", stream), ("step", step), ("layer", layer), ("n // 4", blocks)):
+    for name, value in (("stream", stream), ("step", step), ("layer", layer), ("n // 4", n // 4)):
         if not 0 <= value < 2**32:
             raise ValueError(f"{name} must lie in 0…2^32−1, not {value}")
+    blocks = -(-n // 4)
     counter = np.empty((4, blocks), np.uint32)
     counter[0] = np.arange(blocks, dtype=np.uint32)
     counter[1], counter[2], counter[3] = layer, step, stream

@@ -32,6 +32,8 @@ def phases(schedule: ScheduleConfig, total: int) -> tuple[int, int, int]:
     warmup, decay = (
         round(length * total) if length < 1 else round(length) for length in (schedule.warmup, schedule.decay)
     )
+    if max(schedule.warmup, schedule.decay) < 1 and schedule.warmup + schedule.decay <= 1:
+        decay = min(decay, total - warmup)  # two halves of 3 steps are both rounded up to 2
     if schedule.name in ("cosine", "linear"):
         decay = max(total - warmup, 0)
     elif schedule.name == "constant":

@@ -1,0 +1,49 @@
+"""gru-ref: a reference engine for recurrent language models, small enough to read in an afternoon.
+
+The definitions are in `gru_ref.ops`, one file an operation; start with `gru_ref/ops/gru.py`.
+
+Everything below loads on first use, so `import gru_ref` costs next to nothing.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from gru_ref.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from gru_ref import ops as ops
+    from gru_ref.backend import Backend as Backend
+    from gru_ref.checkpoint import load_checkpoint as load_checkpoint
+    from gru_ref.checkpoint import save_checkpoint as save_checkpoint
+    from gru_ref.checkpoint import verify_checkpoint as verify_checkpoint
+    from gru_ref.config import Config as Config
+    from gru_ref.errors import GruRefError as GruRefError
+    from gru_ref.gradcheck import gradcheck as gradcheck
+    from gru_ref.models.gru_lm import GRULM as GRULM
+    from gru_ref.training import train as train
+
+_HOME = {
+    "Backend": "gru_ref.backend",
+    "Config": "gru_ref.config",
+    "GRULM": "gru_ref.models.gru_lm",
+    "GruRefError": "gru_ref.errors",
+    "gradcheck": "gru_ref.gradcheck",
+    "load_checkpoint": "gru_ref.checkpoint",
+    "save_checkpoint": "gru_ref.checkpoint",
+    "train": "gru_ref.training",
+    "verify_checkpoint": "gru_ref.checkpoint",
+}
+
+__all__ = ["__version__", "ops", *_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ops":
+        return importlib.import_module("gru_ref.ops")
+    if name not in _HOME:
+        raise AttributeError(f"module 'gru_ref' has no attribute '{name}'")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
