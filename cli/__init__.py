@@ -1,0 +1,95 @@
+"""The command line: `gru-ref COMMAND`. Each file of this folder is a command, loaded when it is asked for.
+
+A command's file defines `command`, imports only click at its top, and raises the family of gru_ref/errors.py;
+here, in one place, an error becomes one line on standard error and an exit code.
+"""
+
+import importlib
+import os
+import pkgutil
+import sys
+from collections.abc import Sequence
+
+import click
+
+from gru_ref.errors import GruRefError
+from gru_ref.version import __version__
+
+
+class _Commands(click.Group):
+    """The folder is the list of commands."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        names = (module.name for module in pkgutil.iter_modules(__path__))
+        return sorted(name.replace("_", "-") for name in names if not name.startswith("_"))
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        module = importlib.import_module(f"gru_ref.cli.{cmd_name.replace('-', '_')}")
+        command: click.Command = module.command
+        return command
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, "--version", prog_name="gru-ref")
+def cli() -> None:
+    """Train and verify recurrent language models on a from-scratch reference engine."""
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run a command and exit with its code: 0 good, 1 failed, 2 wrong usage or input, 128+n on signal n."""
+    _make_streams_tolerant()
+    code = run(sys.argv[1:] if args is None else args)
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        code = _after_broken_pipe()
+    sys.exit(code)
+
+
+def run(args: Sequence[str]) -> int:
+    """Run a command and return its exit code; errors are printed as one line."""
+    try:
+        result = cli.main(list(args), prog_name="gru-ref", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return 2
+    except click.ClickException as error:
+        return _fail(error.format_message(), 2)
+    except GruRefError as error:
+        return _fail(str(error), error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        return _fail("interrupted", 130)
+    except BrokenPipeError:
+        return _after_broken_pipe()
+    except MemoryError as error:
+        return _fail(f"out of memory: {error}", 1)
+    except Exception as error:
+        if os.environ.get("GRU_REF_TRACEBACK"):
+            raise
+        what = f"{type(error).__name__}: {error}"
+        return _fail(f"internal error, please report it (GRU_REF_TRACEBACK=1 shows where): {what}", 1)
+
+
+def _fail(message: str, code: int) -> int:
+    line = " ".join(message.split())
+    click.echo(f"gru-ref: error: {line}", err=True)
+    return code
+
+
+def _make_streams_tolerant() -> None:
+    """No output may fail for a character that the terminal's encoding lacks, or for a closed stream."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # started with >&-
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _after_broken_pipe() -> int:
+    """The reader went away: leave quietly, and let the interpreter's last flush go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 141

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gru_ref.errors import GruRefError as GruRefError
     from gru_ref.gradcheck import gradcheck as gradcheck
     from gru_ref.models.gru_lm import GRULM as GRULM
+    from gru_ref.training import resume as resume
     from gru_ref.training import train as train
 
 _HOME = {
@@ -30,6 +31,7 @@ _HOME = {
     "gradcheck": "gru_ref.gradcheck",
     "load_checkpoint": "gru_ref.checkpoint",
     "save_checkpoint": "gru_ref.checkpoint",
+    "resume": "gru_ref.training",
     "train": "gru_ref.training",
     "verify_checkpoint": "gru_ref.checkpoint",
 }

@@ -64,6 +64,7 @@ class TrainConfig:
     checkpoint_every: int = 500  # steps between checkpoints; 0: only at the start and the end
     keep_checkpoints: int = 0  # newest checkpoints kept beside the best; 0 keeps all
     eval_every: int = 100  # steps between validations; 0: only at the start and the end
+    eval_tokens: int = 100_000  # validation tokens in each of them, evenly spread; 0: all
     sample_every: int = 0  # steps between samples; 0: only at the start and the end
     log_every: int = 10  # steps between lines on the screen (metrics.jsonl has every step)
 
@@ -163,6 +164,7 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "train.checkpoint_every": (0, 2**31, True),
     "train.keep_checkpoints": (0, 2**31, True),
     "train.eval_every": (0, 2**31, True),
+    "train.eval_tokens": (0, 2**62, True),
     "train.sample_every": (0, 2**31, True),
     "train.log_every": (1, 2**31, True),
     "optimizer.beta1": (0, 1, False),
@@ -177,14 +179,31 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "run.threads": (0, 4096, True),
 }
 
-# What a resumed run may do with each table or key (tests/test_resume.py holds the whole table).
+# What a resumed run may change. Whatever is in neither set needs `override`.
 FREE_ON_RESUME = frozenset(
-    {"run.threads", "run.kernels", "run.device", "train.steps", "train.log_every", "train.checkpoint_every"}
-    | {"train.keep_checkpoints", "train.eval_every", "train.sample_every", "train.max_skipped", "data.files"}
-    | {"data.val_files"}
+    {
+        "data.files",
+        "data.val_files",
+        "run.threads",
+        "run.kernels",
+        "run.device",
+        "train.steps",
+        "train.max_skipped",
+    }
+    | {"train.log_every", "train.checkpoint_every", "train.keep_checkpoints", "train.eval_every"}
+    | {"train.sample_every"}
 )
-FIXED_ON_RESUME_TABLES = ("model", "data")
-FIXED_ON_RESUME = frozenset({"train.seq_len", "train.carry_state", "train.seed", "optimizer.name"})
+FIXED_ON_RESUME = frozenset(
+    {
+        "data.tokenizer",
+        "data.val_fraction",
+        "train.seq_len",
+        "train.carry_state",
+        "train.seed",
+        "optimizer.name",
+    }
+    | {f"model.{field.name}" for field in dataclasses.fields(ModelConfig)}
+)
 
 
 def keys() -> dict[str, Any]:
@@ -318,9 +337,10 @@ def load(
     config = merge(Config(), _read_toml(text, f"preset {name}"), f"preset {name}")
     if file is not None:
         try:
-            text = Path(file).read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{file}: cannot read the configuration: {error}") from None
+            # a file name in it need not be UTF-8; such a byte is kept as a surrogate, as Python keeps it in paths
+            text = Path(file).read_text("utf-8", errors="surrogateescape")
+        except OSError as error:
+            raise ConfigError(f"{file}: cannot read the configuration: {error.strerror}") from None
         config = merge(config, _read_toml(text, str(file)), str(file))
     config = merge(config, options or {}, "options")
     check(config)
@@ -343,7 +363,10 @@ def check(config: Config) -> None:
 
 
 def to_toml(config: Config) -> str:
-    """The configuration as TOML text; `load(file=…)` of it gives the same configuration again."""
+    """The configuration as TOML text; `load(file=…)` of it gives the same configuration again.
+
+    Write it as UTF-8 with `errors="surrogateescape"`, because a name in `data.files` need not be UTF-8.
+    """
     import tomli_w
 
     return tomli_w.dumps(config.to_dict())

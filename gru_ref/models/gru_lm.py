@@ -40,6 +40,19 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def activation_floats(config: ModelConfig, T: int, B: int) -> int:
+    """How many floats a forward and backward over a (T, B) batch hold at their peak, weights aside.
+
+    Forward keeps the embedding (E) and h, r, z, n, q of each layer (5H) for every token. The peak is either
+    at the loss, with logits, log p and their difference or gradient (3P), or in the last layer's backward,
+    with dlogits (P), dy (H), dgates_x and dgates_h (3H each) and dx.
+    """
+    P, H = padded_vocab(config), config.hidden
+    E = config.embedding or H
+    kept = E + 5 * H * config.layers
+    return T * B * (kept + max(3 * P, P + 7 * H + (E if config.layers == 1 else H)))
+
+
 class GRULM:
     """Parameters in an arena, and the model's forward and backward.
 

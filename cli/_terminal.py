@@ -1,0 +1,28 @@
+"""What all commands share about the terminal: the console, and tables that survive a pipe."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PIPED_WIDTH = 160  # columns where there is no terminal to ask: nothing is cut or wrapped needlessly
+
+
+def console() -> "Console":
+    """A console on standard output: colours on a terminal, plain text elsewhere."""
+    import sys
+
+    from rich.console import Console
+
+    plain = Console(markup=False, highlight=False, emoji=False)
+    if plain.is_terminal and not plain.is_dumb_terminal:
+        return plain
+    return Console(
+        file=sys.stdout,
+        markup=False,
+        highlight=False,
+        emoji=False,
+        force_terminal=False,
+        no_color=True,
+        width=PIPED_WIDTH,
+    )

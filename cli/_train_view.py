@@ -1,0 +1,210 @@
+"""What a person sees of a training run: a progress display on a terminal, plain lines elsewhere.
+
+An observer of the events that gru_ref/training/loop.py emits. A reader of the output that goes away does not
+end the training: the view falls silent.
+"""
+
+import math
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from gru_ref.cli._terminal import console
+
+from gru_ref.types import Event
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from gru_ref.training import TrainResult
+
+
+class TrainView:
+    """Call it with every event; use it as a context manager around the training."""
+
+    def __init__(self) -> None:
+        self.console = console()
+        self.progress: Progress | None = None
+        self.silent = False
+        self.steps = self.log_every = 1
+        self.resumed_at = 0
+        self.started = 0.0
+        self.sample = ""
+
+    def __enter__(self) -> "TrainView":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.progress is not None:
+            self.progress.stop()
+
+    def __call__(self, event: Event) -> None:
+        """Show one event."""
+        getattr(self, f"_on_{event['event']}")(event)
+
+    def finish(self, result: "TrainResult") -> None:
+        """The last lines: what came out, and what to do next."""
+        if self.progress is not None:
+            self.progress.stop()
+        run, checkpoint = _short(result.path), _short(result.checkpoint) if result.checkpoint else None
+        if result.finished and self.steps and not self.started:
+            self.line(f"{run} is finished already (step {result.step}); nothing to do")
+        elif result.finished:
+            self.line(f"finished: {run}")
+            self.line(f"  gru-ref verify {checkpoint}")
+            self.line(f"  gru-ref sample {checkpoint}")
+            self.line(f"  gru-ref plot {run} -o curve.svg")
+        else:
+            self.line(f"stopped after step {result.step}; go on with: gru-ref train --resume {run}")
+
+    def line(self, text: str) -> None:
+        """Print a line above the progress display, or simply print it."""
+        if self.silent:
+            return
+        try:
+            self.console.print(text, soft_wrap=True)
+            self.console.file.flush()
+        except BrokenPipeError:
+            self.silent = True
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.console.file.fileno())
+
+    def _on_start(self, event: Event) -> None:
+        self._describe(event)
+        self.line(f"writing to {_short(event['run'])}")
+
+    def _on_resume(self, event: Event) -> None:
+        self._describe(event)
+        self.resumed_at = event["step"]
+        for key, (old, new) in event["changed"].items():
+            self.line(f"changed: {key} {old} -> {new}")
+        self.line(f"resuming {_short(event['run'])} after step {event['step']}")
+        self._begin()
+
+    def _describe(self, event: Event) -> None:
+        config, data = event["config"], event["data"]["train"]
+        model, train, optimizer = config["model"], config["train"], config["optimizer"]
+        names = [source["name"] for source in data["sources"]]
+        files = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        self.line(
+            f"model: GRU, {model['layers']} × {model['hidden']}, {event['parameters']:,} parameters, "
+            f"vocabulary {event['vocab_size']} ({data['tokenizer']})"
+        )
+        self.line(
+            f"data: {files}: {data['tokens']:,} tokens, {event['train_windows']:,} windows to train on, "
+            f"{event['validation_windows']:,} to validate"
+        )
+        if data["unknown"]:
+            share = 100 * data["unknown"] / data["tokens"]
+            self.line(
+                f"notice: {data['unknown']:,} bytes ({share:.2g} %) are not in {data['tokenizer']} and became "
+                "<unk>; --tokenizer bytes keeps them"
+            )
+        self.line(
+            f"training: {event['steps']:,} steps of {train['accumulation']} × {train['batch_size']} windows "
+            f"of {train['seq_len']}, {optimizer['name']}, {config['schedule']['name']} schedule, "
+            f"seed {train['seed']}"
+        )
+        run = config["run"]
+        gpu = " (auto: this version has no GPU kernels)" if run["device"] == "auto" else ""
+        self.line(
+            f"device: cpu{gpu}, {run['kernels']} kernels, {run['precision']}, {run['threads']} BLAS threads"
+        )
+        self.steps, self.log_every = event["steps"], train["log_every"]
+
+    def _on_before_training(self, event: Event) -> None:
+        near = abs(event["loss"] - event["ln_vocab"]) < 0.25
+        verdict = "as an untrained model should" if near else "NOT what an untrained model should give"
+        self.line(
+            f"before training: loss {event['loss']:.4f}, ln(vocabulary) = {event['ln_vocab']:.4f}: {verdict}"
+        )
+        self._begin()
+
+    def _begin(self) -> None:
+        self.started = time.perf_counter()
+        if self.console.is_terminal:
+            self.progress = _progress(self.console)
+            self.progress.add_task("training", total=self.steps, completed=self.resumed_at, figures="")
+            self.progress.start()
+
+    def _on_step(self, event: Event) -> None:
+        figures = _figures(event)
+        if self.progress is not None:
+            self.progress.update(self.progress.task_ids[0], completed=event["step"], figures=figures)
+        elif event["step"] % self.log_every == 0 or event["step"] in (1, self.steps):
+            elapsed = time.perf_counter() - self.started
+            done = event["step"] - self.resumed_at
+            left = elapsed / done * (self.steps - event["step"])
+            self.line(
+                f"step {event['step']:>{len(str(self.steps))}}/{self.steps}  {figures}  left {_clock(left)}"
+            )
+
+    def _on_evaluation(self, event: Event) -> None:
+        bpb = "" if event["bpb"] is None else f", {event['bpb']:.4f} bits/byte"
+        self.line(
+            f"validation at step {event['step']}: loss {event['loss']:.4f}{bpb}, "
+            f"top-1 {100 * event['top1']:.1f} %, top-5 {100 * event['top5']:.1f} %"
+        )
+
+    def _on_sample(self, event: Event) -> None:
+        self.line(f"sample at step {event['step']}:")
+        for row in _printable(event["text"]).splitlines():
+            self.line(f"  | {row}")
+
+    def _on_checkpoint(self, event: Event) -> None:
+        self.line(
+            f"checkpoint at step {event['step']}: {_short(event['path'])}, {event['bytes'] / 1e6:.1f} MB, "
+            f"{event['seconds']:.2f} s"
+        )
+
+    def _on_skipped(self, event: Event) -> None:
+        self.line(
+            f"step {event['step']} skipped: {event['nonfinite']} is not finite ({event['in_a_row']} in a row)"
+        )
+
+    def _on_stopped(self, event: Event) -> None:
+        self.line(f"stopping after step {event['step']} ({event['reason']})")
+
+    def _on_finished(self, event: Event) -> None:
+        self.line(f"trained {event['tokens']:,} tokens in {_clock(time.perf_counter() - self.started)}")
+
+
+def _progress(console: Any) -> "Progress":
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    return Progress(
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[figures]}", markup=False),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+        console=console,
+    )
+
+
+def _figures(event: Event) -> str:
+    def number(value: float | None, form: str) -> str:
+        return "-" if value is None or not math.isfinite(value) else format(value, form)
+
+    return (
+        f"loss {number(event['loss'], '.4f')}  bpb {number(event['bpb'], '.3f')}  lr {event['lr']:.2e}  "
+        f"norm {number(event['grad_norm'], '.2f')}  {event['tokens_per_second']:,.0f} tok/s"
+    )
+
+
+def _clock(seconds: float) -> str:
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}"
+
+
+def _printable(text: str) -> str:
+    """Control characters other than the newline shown as ·, so that no text can steer the terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else "·" for c in text)
+
+
+def _short(path: Any) -> str:
+    """A path as the shell takes it, relative to here where that is shorter."""
+    import shlex
+
+    relative = os.path.relpath(path)
+    return shlex.quote(relative if len(relative) < len(str(path)) else str(path))

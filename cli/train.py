@@ -1,0 +1,198 @@
+"""`gru-ref train`: train a new run, or go on with one."""
+
+import os
+import signal
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from gru_ref.config import Config
+    from gru_ref.training import Stop, TrainResult
+
+# Options that are short names of configuration keys.
+_NAMED = {
+    "steps": ("train.steps", int, "Optimizer steps."),
+    "epochs": ("train.epochs", float, "Passes over the training text, instead of --steps."),
+    "batch_size": ("train.batch_size", int, "Windows in a micro-batch."),
+    "seq_len": ("train.seq_len", int, "Tokens in a window."),
+    "accumulation": ("train.accumulation", int, "Micro-batches in a step."),
+    "seed": ("train.seed", int, "Seed of weights, data order, dropout and samples."),
+    "tokenizer": ("data.tokenizer", str, "ascii100 or bytes."),
+    "val_fraction": ("data.val_fraction", float, "Last share of the text kept for validation."),
+    "lr": ("schedule.lr", float, "Peak learning rate."),
+    "warmup": ("schedule.warmup", float, "Warm-up: steps, or a share below 1."),
+    "device": ("run.device", str, "auto or cpu."),
+    "kernels": ("run.kernels", str, "numpy (the definitions) or numba (their compiled twins)."),
+    "precision": ("run.precision", str, "Of matrix products: fp32, fp16 or bf16."),
+    "threads": ("run.threads", int, "BLAS threads; 0 takes the cores this process may use."),
+    "checkpoint_every": ("train.checkpoint_every", int, "Steps between checkpoints; 0: only the last."),
+    "eval_every": ("train.eval_every", int, "Steps between validations; 0: only first and last."),
+    "sample_every": ("train.sample_every", int, "Steps between samples of text; 0: only first and last."),
+    "log_every": ("train.log_every", int, "Steps between lines on the screen."),
+}
+
+
+def _named_options(function: Any) -> Any:
+    for name, (_, kind, text) in reversed(_NAMED.items()):
+        function = click.option(f"--{name.replace('_', '-')}", name, type=kind, help=text)(function)
+    return function
+
+
+@click.command("train")
+@click.argument("config_file", metavar="[CONFIG.toml]", required=False)
+@click.option("--preset", metavar="NAME", help="default or gru-l3-v3a.")
+@click.option("--data", multiple=True, metavar="FILE", help="Text, .gz, a folder, -, an encoded .h5, a .bin.")
+@click.option("--val-data", multiple=True, metavar="FILE", help="Validate on this text instead of a share.")
+@click.option("--out", metavar="RUN", help="New run directory; without it runs/run-001 and so on.")
+@click.option("--resume", "resume_path", metavar="RUN", help="Go on with this run, or from its checkpoint.")
+@_named_options
+@click.option("--carry-state", is_flag=True, default=None, help="Carry the hidden state between windows.")
+@click.option("--set", "assignments", multiple=True, metavar="KEY.SUB=VALUE", help="Any configuration key.")
+@click.option("--override", is_flag=True, help="With --resume: allow changes that change the run.")
+@click.option("--stop-at", type=click.IntRange(0), default=0, metavar="N", help="Leave after step N.")
+@click.option("--dry-run", is_flag=True, help="Print parameters and predicted memory, and train nothing.")
+def command(
+    config_file: str | None,
+    preset: str | None,
+    data: tuple[str, ...],
+    val_data: tuple[str, ...],
+    out: str | None,
+    resume_path: str | None,
+    carry_state: bool | None,
+    assignments: tuple[str, ...],
+    override: bool,
+    stop_at: int,
+    dry_run: bool,
+    **named: Any,
+) -> int:
+    """Train a language model on text; without arguments a small one, in about a minute.
+
+    Settings come from the preset, then CONFIG.toml, then the options; the later wins. Ctrl-C finishes the
+    step, writes a checkpoint and prints the line that resumes.
+    """
+    options = _options(named, data, val_data, carry_state, assignments)
+    if resume_path is not None:
+        for value, name in ((config_file, "CONFIG.toml"), (preset, "--preset"), (out, "--out")):
+            if value is not None:
+                raise click.UsageError(f"{name} cannot go with --resume: the run has its own; use --set")
+        if dry_run:
+            raise click.UsageError("--dry-run cannot go with --resume")
+    elif override:
+        raise click.UsageError("--override goes with --resume only")
+
+    from gru_ref import config as configuration
+
+    if resume_path is None:
+        config = configuration.load(preset=preset, file=config_file, options=options)
+        if dry_run:
+            return _dry_run(config)
+    from gru_ref.cli._train_view import TrainView
+
+    from gru_ref.training import Stop, resume, train
+
+    stop = Stop()
+    with TrainView() as view, _Signals(stop) as signals:
+        if resume_path is None:
+            result = train(config, out, observer=view, stop=stop, stop_at=stop_at)
+        else:
+            result = resume(
+                resume_path, changes=options, override=override, observer=view, stop=stop, stop_at=stop_at
+            )
+        view.finish(result)
+    return _exit_code(result, signals)
+
+
+def _options(
+    named: dict[str, Any],
+    data: tuple[str, ...],
+    val_data: tuple[str, ...],
+    carry_state: bool | None,
+    assignments: tuple[str, ...],
+) -> dict[str, Any]:
+    """Dotted keys and values from the command line; --set comes last."""
+    options = {_NAMED[name][0]: value for name, value in named.items() if value is not None}
+    if options.get("train.epochs") and "train.steps" not in options:
+        options["train.steps"] = 0
+    if data:
+        options["data.files"] = data
+    if val_data:
+        options["data.val_files"] = val_data
+    if carry_state is not None:
+        options["train.carry_state"] = carry_state
+    for assignment in assignments:
+        key, equals, value = assignment.partition("=")
+        if not equals:
+            raise click.UsageError(f"--set {assignment}: write it as key.sub=value, as in train.steps=500")
+        options[key.strip()] = value.strip()
+    return options
+
+
+class _Signals:
+    """While a run lasts: the first Ctrl-C, SIGTERM or SIGHUP asks it to stop, a second one quits at once."""
+
+    def __init__(self, stop: "Stop") -> None:
+        self.stop = stop
+        self.received: int | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "_Signals":
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        # os.write, because this may interrupt a print
+        if self.received is not None:
+            cursor = b"\x1b[?25h" if os.isatty(1) else b""  # the progress display had hidden it
+            os.write(1 if cursor else 2, cursor)
+            os._exit(128 + number)  # files are written under temporary names: nothing is torn
+        self.received = number
+        self.stop.request(signal.Signals(number).name)
+        os.write(2, b"\ngru-ref: stopping after this step; once more quits at once\n")
+
+
+def _exit_code(result: "TrainResult", signals: _Signals) -> int:
+    if signals.received is not None and not result.finished:
+        return 128 + signals.received
+    return 0
+
+
+def _dry_run(config: "Config") -> int:
+    """The table of parameters, which of them decay, and the predicted memory."""
+    from gru_ref.cli._terminal import console
+    import psutil
+    from rich.table import Table
+
+    from gru_ref import plan
+    from gru_ref.schedules import phases
+    from gru_ref.training.trainer import Data, resolve_vocab, total_steps
+
+    data = Data(config)
+    config = resolve_vocab(config, data.tokenizer.vocab_size)
+    steps = total_steps(config, data.train)
+    phases(config.schedule, steps)
+    table = Table("parameter", "shape")
+    table.add_column("count", justify="right")
+    table.add_column("weight decay")
+    decay = f"{config.optimizer.weight_decay:g}"
+    rows = plan.parameters(config)
+    for row in rows:
+        shape = " × ".join(map(str, row.shape))
+        table.add_row(row.name, shape, f"{row.count:,}", decay if row.decayed else "never")
+    screen = console()
+    screen.print(table)
+    total = sum(row.count for row in rows)
+    screen.print(f"{total:,} parameters ({total / 1e6:.1f} M), {steps:,} steps")
+    parts = plan.memory(config)
+    for name, n_bytes in {**parts, "predicted memory of a step": sum(parts.values())}.items():
+        screen.print(f"{name:28}{n_bytes / 2**20:12,.1f} MiB")
+    free = psutil.virtual_memory().available
+    screen.print(f"{'available on this machine':28}{free / 2**20:12,.1f} MiB")
+    screen.print("nothing was trained or written (--dry-run)")
+    return 0

@@ -1,0 +1,39 @@
+"""What a configuration will need, before anything is allocated: parameters and memory."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from gru_ref.config import Config
+from gru_ref.models import family, is_decayed, parameter_shapes
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A line of the table of parameters."""
+
+    name: str
+    shape: tuple[int, ...]
+    count: int
+    decayed: bool  # whether weight decay reaches it
+
+
+def parameters(config: Config) -> list[Parameter]:
+    """Every parameter in model order. The vocabulary size must be known."""
+    return [
+        Parameter(name, shape, int(np.prod(shape)), is_decayed(shape))
+        for name, shape in parameter_shapes(config.model).items()
+    ]
+
+
+def memory(config: Config) -> dict[str, int]:
+    """Bytes that a training step holds at once, by purpose, in fp32; see `activation_floats` of the model."""
+    n = sum(parameter.count for parameter in parameters(config))
+    train = config.train
+    floats = family(config.model.kind).activation_floats(config.model, train.seq_len, train.batch_size)
+    return {
+        "parameters": 4 * n,
+        "gradients": 4 * n,
+        "moments": 8 * n,
+        "activations and workspace": 4 * floats,
+    }

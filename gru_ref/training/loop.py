@@ -1,0 +1,272 @@
+"""From a configuration to a finished run directory: the loop, the resume, and when things happen.
+
+After each step, in this order: its row in metrics.jsonl, an evaluation, a sample and a checkpoint where they
+are due, and only then the question whether to stop. So a run that was stopped and resumed has done exactly
+what one that never stopped had done by then.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from threadpoolctl import threadpool_limits
+
+from gru_ref import config as configuration
+from gru_ref.checkpoint import load_checkpoint, save_checkpoint
+from gru_ref.checkpoint.find import checkpoints_of, newest_checkpoint
+from gru_ref.checkpoint.write import remove_stale_temporaries
+from gru_ref.config import Config
+from gru_ref.data.corpus import encode_files
+from gru_ref.errors import ConfigError, RunError
+from gru_ref.training.evaluation import Evaluation
+from gru_ref.training.run_directory import METRICS, SAMPLES, RunDirectory, next_free
+from gru_ref.training.trainer import Trainer
+from gru_ref.types import Event, Observer
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """Where a run stands after `train` or `resume`."""
+
+    path: Path  # the run directory
+    step: int
+    finished: bool  # False where it was stopped; `resume` goes on
+    checkpoint: Path | None  # the last one written
+    evaluation: Evaluation | None  # the last one, on the validation text
+
+
+class Stop:
+    """Ask a running loop to end after its current step: call `request`, say from a signal handler."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+
+    def request(self, reason: str = "requested") -> None:
+        """Stop after the current step, with a checkpoint."""
+        self.reason = reason
+
+
+def train(
+    config: Config | None = None,
+    out: str | Path | None = None,
+    *,
+    observer: Observer | None = None,
+    stop: Stop | None = None,
+    stop_at: int = 0,
+) -> TrainResult:
+    """Train a new run and write its directory.
+
+    config: `gru_ref.config.load(…)`; None trains the default preset. out: the run directory, new or empty;
+    None takes the first free runs/run-NNN. observer: called with every event and step. stop: see `Stop`.
+    stop_at: leave after this step, with a checkpoint, as if stopped there.
+    Raises the family of gru_ref/errors.py.
+    """
+    config = _resolve(config or configuration.load())
+    path = next_free() if out is None else Path(out)
+    with RunDirectory.create(path) as run, _threads(config):
+        loop = _Loop(run, Trainer.start(_keep_stdin(config, run)), observer, stop or Stop(), stop_at)
+        return loop.run_from_start()
+
+
+def resume(
+    path: str | Path,
+    *,
+    changes: dict[str, Any] | None = None,
+    override: bool = False,
+    observer: Observer | None = None,
+    stop: Stop | None = None,
+    stop_at: int = 0,
+) -> TrainResult:
+    """Go on with a run from its newest checkpoint, or from the checkpoint file given.
+
+    changes: dotted configuration keys with new values. Free ones (config.FREE_ON_RESUME) are applied; fixed
+    ones raise ConfigError; all others, such as the learning rate, need `override`.
+    """
+    checkpoint_path = newest_checkpoint(path)
+    with RunDirectory.resume(checkpoint_path.parent.parent) as run:
+        remove_stale_temporaries(run.path / "checkpoints")
+        checkpoint = load_checkpoint(checkpoint_path)
+        config = changed_config(checkpoint.config, changes or {}, override=override)
+        with _threads(config):
+            loop = _Loop(run, Trainer.restore(checkpoint, config), observer, stop or Stop(), stop_at)
+            changed = configuration.differences(checkpoint.config, config)
+            return loop.run_from_checkpoint(checkpoint_path, changed)
+
+
+def changed_config(config: Config, changes: dict[str, Any], *, override: bool = False) -> Config:
+    """`config` with the changes that a resumed run may make; raises ConfigError for the others."""
+    changed = configuration.merge(config, changes, "options")
+    if "train.steps" in changes and changed.train.steps and "train.epochs" not in changes:
+        changed = changed.replace("train", epochs=0.0)
+    differences = configuration.differences(config, changed)
+    for key, (old, new) in differences.items():
+        if key in configuration.FIXED_ON_RESUME:
+            raise ConfigError(f"{key} cannot change on resume ({old} -> {new}); start a new run for it")
+        lanes = key in ("train.batch_size", "train.accumulation") and config.train.carry_state
+        if lanes:
+            raise ConfigError(f"{key} cannot change on resume where the state is carried ({old} -> {new})")
+        implied = key == "train.epochs" and "train.epochs" not in changes
+        if not (key in configuration.FREE_ON_RESUME or implied or override):
+            raise ConfigError(
+                f"{key} {old} -> {new} would change the run; add --override to do it all the same"
+            )
+    configuration.check(changed)
+    return _resolve(changed)
+
+
+def _resolve(config: Config) -> Config:
+    """Fill in what depends on this machine: the threads, and absolute paths so that a resume finds them."""
+    threads = config.run.threads or len(os.sched_getaffinity(0))
+    files, val_files = (
+        tuple(name if name == "-" else os.path.abspath(name) for name in names)
+        for names in (config.data.files, config.data.val_files)
+    )
+    return config.replace("run", threads=threads).replace("data", files=files, val_files=val_files)
+
+
+def _threads(config: Config) -> AbstractContextManager[Any]:
+    return threadpool_limits(config.run.threads, user_api="blas")
+
+
+def _keep_stdin(config: Config, run: RunDirectory) -> Config:
+    """Standard input cannot be read again on resume: keep what came from it as RUN/corpus.h5."""
+    if "-" not in config.data.files:
+        return config
+    path = run.path / "corpus.h5"
+    encode_files(config.data.files, path, config.data.tokenizer)
+    return config.replace("data", files=(os.path.abspath(path),))
+
+
+class _Loop:
+    """One process's part of a run."""
+
+    def __init__(
+        self, run: RunDirectory, trainer: Trainer, observer: Observer | None, stop: Stop, stop_at: int
+    ) -> None:
+        self.run, self.trainer, self.stop, self.stop_at = run, trainer, stop, stop_at
+        self.observer: Callable[[Event], None] = observer or (lambda event: None)
+        self.saved: Path | None = None
+        self.evaluation: Evaluation | None = None
+
+    def run_from_start(self) -> TrainResult:
+        """Write the configuration, look at the untrained model, then train."""
+        trainer = self.trainer
+        self.run.write_config(trainer.config)
+        self._event("start", **self._description())
+        self._evaluate()
+        loss = self.evaluation.loss if self.evaluation else trainer.training_loss()
+        self._event("before_training", loss=loss, ln_vocab=math.log(trainer.model.config.vocab_size))
+        self._sample()
+        self._save()
+        return self._train()
+
+    def run_from_checkpoint(self, path: Path, changed: dict[str, tuple[Any, Any]]) -> TrainResult:
+        """Repair the logs, then train on; a finished run is left as it is."""
+        trainer = self.trainer
+        self.saved = path
+        if trainer.finished:
+            return self._result()
+        self.run.forget_after(trainer.step)
+        self.run.write_config(trainer.config)
+        changes = {key: list(values) for key, values in changed.items()}
+        self._event("resume", step=trainer.step, checkpoint=str(path), changed=changes, **self._description())
+        return self._train()
+
+    def _train(self) -> TrainResult:
+        trainer, config = self.trainer, self.trainer.config.train
+        while not trainer.finished and not self._stopping():
+            row, result = trainer.advance()
+            self.run.append(METRICS, row)
+            self.observer({"event": "step", **row})
+            if result.nonfinite is not None:
+                self._skipped(result.nonfinite)
+                continue
+            last = trainer.finished
+            if last or _due(trainer.step, config.eval_every):
+                self._evaluate()
+            if last or _due(trainer.step, config.sample_every):
+                self._sample()
+            if last or _due(trainer.step, config.checkpoint_every):
+                self._save()
+        if not trainer.finished:
+            if self.saved != self.run.checkpoint_path(trainer.step):
+                self._save()
+            self._event("stopped", step=trainer.step, reason=self.stop.reason or f"--stop-at {self.stop_at}")
+        else:
+            self._event("finished", step=trainer.step, tokens=trainer.tokens)
+        return self._result()
+
+    def _stopping(self) -> bool:
+        return self.stop.reason is not None or 0 < self.stop_at <= self.trainer.step
+
+    def _skipped(self, culprit: str) -> None:
+        trainer = self.trainer
+        self._event("skipped", step=trainer.step + 1, nonfinite=culprit, in_a_row=trainer.skipped_in_a_row)
+        if trainer.skipped_in_a_row >= trainer.config.train.max_skipped:
+            raise RunError(
+                f"{trainer.skipped_in_a_row} steps in a row were not finite (last: {culprit}); stopped after "
+                f"step {trainer.step}. The last good checkpoint is {self.saved}; a lower schedule.lr or "
+                "train.clip_norm may help"
+            )
+
+    def _evaluate(self) -> None:
+        started = time.perf_counter()
+        self.evaluation = self.trainer.evaluate()
+        if self.evaluation is not None:
+            seconds = time.perf_counter() - started
+            self._event("evaluation", step=self.trainer.step, **self.evaluation.to_dict(), seconds=seconds)
+
+    def _sample(self) -> None:
+        sample = {"step": self.trainer.step, "text": self.trainer.sample()}
+        self.run.append(SAMPLES, sample)
+        self.observer({"event": "sample", **sample})
+
+    def _save(self) -> None:
+        started = time.perf_counter()
+        path = self.run.checkpoint_path(self.trainer.step)
+        n_bytes = save_checkpoint(path, self.trainer.checkpoint())
+        self.saved = path
+        seconds = time.perf_counter() - started
+        self._event("checkpoint", step=self.trainer.step, path=str(path), bytes=n_bytes, seconds=seconds)
+        self._prune()
+
+    def _prune(self) -> None:
+        """Keep the newest checkpoints and the best one, where the configuration limits them."""
+        keep, best = self.trainer.config.train.keep_checkpoints, self.trainer.best
+        if not keep:
+            return
+        for path in checkpoints_of(self.run.path)[:-keep]:
+            if best is None or path != self.run.checkpoint_path(best[1]):
+                path.unlink()
+                path.with_name(path.name + ".md5").unlink(missing_ok=True)
+
+    def _event(self, kind: str, **facts: Any) -> None:
+        event = {"event": kind, **facts}
+        self.run.append_event(event)
+        self.observer(event)
+
+    def _description(self) -> dict[str, Any]:
+        trainer = self.trainer
+        return {
+            "run": str(self.run.path),
+            "parameters": trainer.model.arena.size,
+            "vocab_size": trainer.model.config.vocab_size,
+            "data": trainer.data.facts,
+            "train_windows": len(trainer.data.train),
+            "validation_windows": 0 if trainer.data.validation is None else len(trainer.data.validation),
+            "steps": trainer.total_steps,
+            "config": trainer.config.to_dict(),
+        }
+
+    def _result(self) -> TrainResult:
+        trainer = self.trainer
+        return TrainResult(self.run.path, trainer.step, trainer.finished, self.saved, self.evaluation)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,112 @@
+"""One optimizer step: accumulate → check finite → clip by the one global norm → update → count.
+
+Not here: where the batches come from, what is logged, when it stops. The loss of a step is the sum of the
+losses of all counted targets of all its micro-batches, divided by their number, never a mean of means; so
+accumulation over A micro-batches of B windows is the batch of A·B windows.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gru_ref.models.gru_lm import GRULM
+from gru_ref.ops.cross_entropy import IGNORE
+from gru_ref.training.optimizer import Optimizer
+from gru_ref.types import Array
+
+MicroBatch = tuple[Array, Array]
+"""Inputs (T, B) and targets (T, B), where IGNORE marks a target that is not counted."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did. `nonfinite` names what was not finite; the weights then are as before the step."""
+
+    loss: float  # nats a counted target
+    tokens: int  # counted targets
+    grad_norm: float  # before clipping
+    state: Array | None  # carried state (L, A·B, H) after the step
+    nonfinite: str | None = None
+
+
+def train_step(
+    model: GRULM,
+    optimizer: Optimizer,
+    micro_batches: Sequence[MicroBatch],
+    *,
+    lr: float,
+    clip_norm: float = 0.0,
+    label_smoothing: float = 0.0,
+    micro_step: int = 0,
+    state: Array | None = None,
+) -> StepResult:
+    """Forward and backward over the micro-batches, then one update.
+
+    micro_step: the number of the first micro-batch since the start of training; dropout masks depend on it.
+    state: (L, A·B, H) to start from, micro-batch i using columns iB…(i+1)B, or None for zeros.
+    """
+    arena = model.arena
+    arena.grads[...] = 0
+    # A step that overflows is no surprise to be warned about: the check below finds it and names it.
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        loss, tokens, new_state = accumulate(
+            model, micro_batches, label_smoothing=label_smoothing, micro_step=micro_step, state=state
+        )
+        norm = model.ops.clip.global_norm(arena.grad.values())
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        return StepResult(loss, tokens, norm, state, nonfinite=_culprit(model))
+    model.ops.clip.clip(arena.grads, norm, clip_norm)
+    optimizer.step(arena, lr)
+    return StepResult(loss, tokens, norm, new_state)
+
+
+def accumulate(
+    model: GRULM,
+    micro_batches: Sequence[MicroBatch],
+    *,
+    label_smoothing: float = 0.0,
+    micro_step: int = 0,
+    state: Array | None = None,
+) -> tuple[float, int, Array | None]:
+    """Add the gradient of the mean loss to `arena.grads`; returns that loss, its tokens, the new state."""
+    tokens = sum(int(np.count_nonzero(targets != IGNORE)) for _, targets in micro_batches)
+    if tokens == 0:
+        return 0.0, 0, state
+    nats, states, lane = 0.0, [], 0
+    for i, (inputs, targets) in enumerate(micro_batches):
+        B = inputs.shape[1]
+        h0 = None if state is None else state[:, lane : lane + B]
+        lane += B
+        logits, h_T, cache = model.forward(inputs, h0, dropout_step=micro_step + i)
+        part, dlogits = _loss(model, logits, targets, tokens, label_smoothing)
+        nats += part
+        del logits  # as large as everything else where the vocabulary is: not needed any more
+        model.backward(dlogits, cache)
+        states.append(h_T)
+    return nats / tokens, tokens, None if state is None else np.concatenate(states, axis=1)
+
+
+def _loss(
+    model: GRULM, logits: Array, targets: Array, tokens: int, label_smoothing: float
+) -> tuple[float, Array]:
+    """The sum of the losses of a micro-batch, and the gradient of that sum divided by `tokens`."""
+    cross_entropy = model.ops.cross_entropy
+    losses, cache = cross_entropy.forward(
+        logits.reshape(-1, logits.shape[-1]),
+        targets.reshape(-1),
+        vocab_size=model.config.vocab_size,
+        label_smoothing=label_smoothing,
+    )
+    dlogits, _ = cross_entropy.backward(np.full_like(losses, 1 / tokens), cache)
+    return float(losses.sum(dtype=np.float64)), dlogits.reshape(logits.shape)
+
+
+def _culprit(model: GRULM) -> str:
+    """The first parameter that is itself not finite, else the first whose gradient is not, else the loss."""
+    for kind, tensors in (("parameter", model.arena.param), ("gradient of", model.arena.grad)):
+        for name, tensor in tensors.items():
+            if not np.isfinite(tensor).all():
+                return f"{kind} {name}"
+    return "loss"

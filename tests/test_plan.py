@@ -1,0 +1,49 @@
+"""What `--dry-run` predicts, against what a step really allocates."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from gru_ref import plan
+from gru_ref.config import Config
+from gru_ref.models.gru_lm import GRULM
+from gru_ref.training.optimizer import Optimizer
+from gru_ref.training.step import train_step
+
+SHAPES = {
+    "activations dominate": {"layers": 2, "hidden": 64, "vocab_size": 100},
+    "logits dominate": {"layers": 1, "hidden": 16, "vocab_size": 1000},
+    "narrow embedding": {"layers": 3, "hidden": 48, "embedding": 16, "vocab_size": 100},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_predicted_memory_of_a_step_is_what_it_allocates(shape):
+    config = Config().replace("model", **shape).replace("train", seq_len=64, batch_size=16)
+    train = config.train
+    inputs = np.zeros((train.seq_len, train.batch_size), np.int64)
+    tracemalloc.start()
+    model = GRULM(config.model)
+    model.initialise()
+    optimizer = Optimizer(config.optimizer, model.ops)
+    for step in range(2):
+        if step:
+            tracemalloc.reset_peak()  # the first step also imports and compiles
+        train_step(model, optimizer, [(inputs, inputs)], lr=1e-3)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert sum(plan.memory(config).values()) == pytest.approx(peak, rel=0.06)
+
+
+def test_decay_reaches_matrices_only_and_a_tied_matrix_is_one_row():
+    config = Config().replace("model", layers=1, hidden=8, vocab_size=100, tied=True)
+    decayed = {row.name: row.decayed for row in plan.parameters(config)}
+    assert decayed == {
+        "embedding.weight": True,
+        "gru.0.weight_ih": True,
+        "gru.0.weight_hh": True,
+        "gru.0.bias_ih": False,
+        "gru.0.bias_hh": False,
+        "classifier.bias": False,
+    }
