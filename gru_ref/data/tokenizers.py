@@ -1,0 +1,161 @@
+"""Tokenizers: bytes to token ids and back. Not here: reading files, and subword vocabularies.
+
+    ascii100   5 special tokens and printable ASCII; every byte is one token, other bytes become 'unknown'
+    bytes      the 256 bytes and a document separator; lossless
+    ids        token ids whose text nobody here knows, from a uint16 .bin file
+
+Text is bytes throughout, never str: no newline is translated, no byte order mark is dropped. A byte order
+mark is three ordinary bytes: kept by `bytes`, three unknown tokens in `ascii100`.
+
+Example:
+    >>> tokenizer = get_tokenizer("ascii100")
+    >>> tokenizer.encode(b"Hi\\n").tolist()
+    [45, 78, 4]
+    >>> tokenizer.decode([45, 78, 4])
+    b'Hi\\n'
+"""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from gru_ref.errors import DataError
+from gru_ref.types import Array
+
+
+class Tokenizer(ABC):
+    """What every tokenizer has. Ids are 0…vocab_size−1; None stands for a special token it lacks."""
+
+    name: str
+    vocab_size: int
+    dtype: np.dtype[Any]  # of encoded tokens
+    unknown_id: int | None = None  # of a byte that the vocabulary does not hold
+    separator_id: int | None = None  # stands between two documents
+    bos_id: int | None = None  # what an empty prompt starts with
+
+    @abstractmethod
+    def encode(self, data: bytes) -> Array:
+        """The token ids of `data`: (N,) of `dtype`, read-only where it is a view."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int] | Array) -> bytes:
+        """The text of token ids; special tokens have none. Raises DataError for an id out of range."""
+
+    @abstractmethod
+    def token_bytes(self) -> Array | None:
+        """Bytes of text that each id stands for, special tokens 0: (V,) int64. None where unknown.
+
+        Bits per byte are Σ nats / (ln 2 · Σ token_bytes[target]) over the counted targets.
+        """
+
+    def fingerprint(self) -> str:
+        """md5 (hexadecimal) of all that defines the tokenizer: equal means that ids mean the same."""
+        return _md5(f"{self.name} {self.vocab_size}".encode())
+
+    def _checked(self, ids: Sequence[int] | Array) -> Array:
+        array = np.asarray(ids, dtype=np.int64)
+        outside = (array < 0) | (array >= self.vocab_size)
+        if outside.any():
+            raise DataError(
+                f"tokenizer '{self.name}': token id {array[outside][0]} is not in 0…{self.vocab_size - 1}"
+            )
+        return array
+
+
+class Ascii100(Tokenizer):
+    """pad, unk, bos, eos, newline = 0…4, then bytes 32…126 = 5…99; one token a byte, always.
+
+    Every other byte (tab, carriage return, NUL, 127 and above) is `unk`. It decodes to U+FFFD, the
+    replacement character, so that a reader sees that something was lost; pad, bos and eos decode to nothing.
+    """
+
+    name = "ascii100"
+    vocab_size = 100
+    dtype = np.dtype("u1")
+    unknown_id = 1
+    separator_id = 3
+    bos_id = 2
+
+    _ID_OF_BYTE = bytes(4 if b == 10 else b - 27 if 32 <= b <= 126 else 1 for b in range(256))
+    _BYTE_OF_ID = bytes([0, 0x80, 0, 0, 10, *range(32, 127)])  # 0x80 and 0: no other id has these
+    _REPLACEMENT = "\ufffd".encode()
+
+    def encode(self, data: bytes) -> Array:
+        return np.frombuffer(data.translate(self._ID_OF_BYTE), np.uint8)
+
+    def decode(self, ids: Sequence[int] | Array) -> bytes:
+        text = self._checked(ids).astype(np.uint8).tobytes().translate(self._BYTE_OF_ID.ljust(256))
+        return text.replace(b"\0", b"").replace(b"\x80", self._REPLACEMENT)
+
+    def token_bytes(self) -> Array:
+        counts = np.ones(self.vocab_size, np.int64)
+        counts[[0, 2, 3]] = 0
+        return counts
+
+    def fingerprint(self) -> str:
+        return _md5(b"ascii100 " + self._ID_OF_BYTE)
+
+
+class Bytes(Tokenizer):
+    """Byte b is token b; 256 separates documents, decodes to nothing and starts an empty prompt."""
+
+    name = "bytes"
+    vocab_size = 257
+    dtype = np.dtype("<u2")  # files and fingerprints are little-endian everywhere
+    separator_id = 256
+    bos_id = 256
+
+    def encode(self, data: bytes) -> Array:
+        return np.frombuffer(data, np.uint8).astype(self.dtype)
+
+    def decode(self, ids: Sequence[int] | Array) -> bytes:
+        array = self._checked(ids)
+        return array[array != self.separator_id].astype(np.uint8).tobytes()
+
+    def token_bytes(self) -> Array:
+        return (np.arange(self.vocab_size) != self.separator_id).astype(np.int64)
+
+
+class Ids(Tokenizer):
+    """Ids of a vocabulary that only their maker knows: training works, text and bits per byte do not."""
+
+    name = "ids"
+    dtype = np.dtype("<u2")  # files and fingerprints are little-endian everywhere
+
+    def __init__(self, vocab_size: int) -> None:
+        if not 1 <= vocab_size <= 2**16:
+            raise DataError(f"tokenizer 'ids': model.vocab_size must lie in 1…65536, not {vocab_size}")
+        self.vocab_size = vocab_size
+
+    def encode(self, data: bytes) -> Array:
+        raise DataError("tokenizer 'ids' cannot encode text: nothing says which text an id stands for")
+
+    def decode(self, ids: Sequence[int] | Array) -> bytes:
+        raise DataError("tokenizer 'ids' cannot decode: nothing says which text an id stands for")
+
+    def token_bytes(self) -> None:
+        return None
+
+
+def _md5(data: bytes) -> str:
+    return hashlib.md5(data, usedforsecurity=False).hexdigest()
+
+
+def get_tokenizer(name: str, vocab_size: int = 0) -> Tokenizer:
+    """The tokenizer of that name.
+
+    `vocab_size` is needed by 'ids'; for the others it is 0 or their own. Raises DataError.
+    """
+    if name == "ids":
+        return Ids(vocab_size)
+    known: dict[str, type[Tokenizer]] = {"ascii100": Ascii100, "bytes": Bytes}
+    if name not in known:
+        raise DataError(f"unknown tokenizer '{name}'; known: {', '.join(known)}, ids")
+    tokenizer = known[name]()
+    if vocab_size not in (0, tokenizer.vocab_size):
+        own = tokenizer.vocab_size
+        raise DataError(f"model.vocab_size {vocab_size} is not the {own} of tokenizer '{name}'; leave it 0")
+    return tokenizer
