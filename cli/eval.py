@@ -1,0 +1,118 @@
+"""`gru-ref eval`: how well a checkpoint predicts a text. The work is in gru_ref.training.evaluation."""
+
+import json
+import math
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from gru_ref.data.corpus import Corpus
+    from gru_ref.models.gru_lm import GRULM
+    from gru_ref.training.evaluation import Evaluation
+    from gru_ref.types import Array
+
+
+@click.command("eval")
+@click.argument("checkpoint", metavar="CKPT|RUN")
+@click.option("--data", multiple=True, metavar="F", help="Text, .gz, a folder, -, an encoded .h5, a .bin.")
+@click.option(
+    "--seq-len", type=click.IntRange(1), metavar="T", help="Tokens in a window; default as trained."
+)
+@click.option(
+    "--batch-size", type=click.IntRange(1), metavar="B", help="Windows at a time; default as trained."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+@click.option("--kernels", default="numpy", show_default=True, help="numpy or numba.")
+def command(
+    checkpoint: str,
+    data: tuple[str, ...],
+    seq_len: int | None,
+    batch_size: int | None,
+    as_json: bool,
+    kernels: str,
+) -> None:
+    """Loss, bits per byte, top-1 and top-5 on a text.
+
+    From a run directory the newest checkpoint is taken. All of the text but its first token is predicted,
+    window by window, each from the zero state: a longer --seq-len gives more context, the batch size changes
+    nothing but speed.
+    """
+    from gru_ref.checkpoint import load_checkpoint
+    from gru_ref.checkpoint.find import newest_checkpoint
+    from gru_ref.checkpoint.restore import restore_model
+    from gru_ref.data.corpus import load_corpus
+    from gru_ref.errors import DataError, RunError, UsageError
+
+    if not data:
+        raise UsageError("--data is missing: name the text to evaluate, as in --data held-out.txt")
+    path = newest_checkpoint(checkpoint)
+    loaded = load_checkpoint(path, weights_only=True)
+    config = loaded.config
+    corpus = load_corpus(data, config.data.tokenizer, config.model.vocab_size)
+    count = len(corpus.tokens)
+    if count < 2:
+        raise DataError(f"{data[0]}: has 1 token; at least 2 are needed, one of them to predict")
+    if corpus.unknown:
+        click.echo(
+            f"gru-ref: {corpus.unknown:,} of {count:,} tokens are bytes that tokenizer "
+            f"'{corpus.tokenizer.name}' does not know; they count as its unknown token",
+            err=True,
+        )
+    model = restore_model(loaded, kernels=kernels)
+    # a text shorter than a window is one window: the same figures without the padding
+    seq_len = min(seq_len or config.train.seq_len, count - 1)
+    started = time.perf_counter()
+    result = _evaluate(model, corpus, seq_len, batch_size or config.train.batch_size)
+    seconds = time.perf_counter() - started
+    if not math.isfinite(result.loss):
+        raise RunError(f"{path}: the loss on this text is {result.loss}; its weights give no finite logits")
+    facts = {
+        "checkpoint": str(path),
+        **result.to_dict(),
+        "unknown": corpus.unknown,
+        "seq_len": seq_len,
+        "seconds": seconds,
+        "tokens_per_second": result.tokens / seconds,
+    }
+    click.echo(json.dumps(facts) if as_json else _table(facts))
+
+
+def _evaluate(model: "GRULM", corpus: "Corpus", seq_len: int, batch_size: int) -> "Evaluation":
+    """All windows of the corpus, with a bar on standard error where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from gru_ref.data.windows import Windows
+    from gru_ref.training.evaluation import evaluate
+
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+
+        class Watched(Windows):
+            def batch(self, indices: "Array") -> "tuple[Array, Array]":
+                bar.update(task, completed=int(indices[0]))  # the windows before this batch are done
+                return super().batch(indices)
+
+        windows = Watched(corpus.tokens, seq_len, seed=0)
+        task = bar.add_task("eval", total=len(windows))
+        token_bytes = corpus.tokenizer.token_bytes()
+        return evaluate(model, windows, batch_size=batch_size, token_bytes=token_bytes)
+
+
+def _table(facts: dict[str, Any]) -> str:
+    """One figure a line; '-' where the bytes of a token are not known."""
+    bpb, n_bytes = facts["bpb"], facts["bytes"]
+    rows = {
+        "checkpoint": facts["checkpoint"],
+        "loss": f"{facts['loss']:.6f} nats a token",
+        "BPB": "-" if bpb is None else f"{bpb:.6f} bits a byte",
+        "top-1": f"{facts['top1']:.2%}",
+        "top-5": f"{facts['top5']:.2%}",
+        "tokens": f"{facts['tokens']:,}",
+        "bytes": "-" if n_bytes is None else f"{n_bytes:,}",
+        "unknown": f"{facts['unknown']:,}",
+        "time": f"{facts['seconds']:.2f} s, {facts['tokens_per_second']:,.0f} tokens/s",
+    }
+    return "\n".join(f"{name:12}{value}" for name, value in rows.items())
