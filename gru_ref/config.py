@@ -337,7 +337,7 @@ def load(
     config = merge(Config(), _read_toml(text, f"preset {name}"), f"preset {name}")
     if file is not None:
         try:
-            # a file name in it need not be UTF-8; such a byte is kept as a surrogate, as Python keeps it in paths
+            # a file name in it need not be UTF-8; such a byte stays a surrogate, as in Python's paths
             text = Path(file).read_text("utf-8", errors="surrogateescape")
         except OSError as error:
             raise ConfigError(f"{file}: cannot read the configuration: {error.strerror}") from None
