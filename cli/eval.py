@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from gru_ref.data.corpus import Corpus
     from gru_ref.models.gru_lm import GRULM
     from gru_ref.training.evaluation import Evaluation
-    from gru_ref.types import Array
 
 
 @click.command("eval")
@@ -89,16 +88,14 @@ def _evaluate(model: "GRULM", corpus: "Corpus", seq_len: int, batch_size: int) -
     from gru_ref.training.evaluation import evaluate
 
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
-
-        class Watched(Windows):
-            def batch(self, indices: "Array") -> "tuple[Array, Array]":
-                bar.update(task, completed=int(indices[0]))  # the windows before this batch are done
-                return super().batch(indices)
-
-        windows = Watched(corpus.tokens, seq_len, seed=0)
-        task = bar.add_task("eval", total=len(windows))
-        token_bytes = corpus.tokenizer.token_bytes()
-        return evaluate(model, windows, batch_size=batch_size, token_bytes=token_bytes)
+        task = bar.add_task("eval", total=None)
+        return evaluate(
+            model,
+            Windows(corpus.tokens, seq_len, seed=0),
+            batch_size=batch_size,
+            token_bytes=corpus.tokenizer.token_bytes(),
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
 
 
 def _table(facts: dict[str, Any]) -> str:

@@ -50,8 +50,8 @@ def command(
 ) -> None:
     """Print the prompt and the text that a model writes after it.
 
-    From a run directory the newest checkpoint is taken. Without a prompt the text starts from the
-    tokenizer's beginning-of-text token. Tokenizer ids has no text: its ids are printed.
+    From a run directory the newest checkpoint is taken. Without a prompt the text starts as after
+    a newline. Tokenizer ids has no text: its ids are printed.
     """
     from gru_ref.checkpoint import load_checkpoint
     from gru_ref.checkpoint.find import newest_checkpoint
@@ -116,7 +116,7 @@ def _prompt_ids(data: bytes, tokenizer: "Tokenizer") -> list[int]:
             raise UsageError("a model with tokenizer 'ids' has no token to start from; give --prompt '5 17'")
         return ids
     if not data:
-        return [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+        return [] if tokenizer.start_id is None else [tokenizer.start_id]
     ids = tokenizer.encode(data).tolist()
     unknown = 0 if tokenizer.unknown_id is None else ids.count(tokenizer.unknown_id)
     if unknown:

@@ -358,8 +358,11 @@ def check(config: Config) -> None:
         raise ConfigError("train.steps and train.epochs contradict each other; give one, set the other to 0")
     if schedule.lr <= 0:
         raise ConfigError("schedule.lr must be above 0: nothing would be learned")
-    if schedule.min_lr > schedule.lr:
-        raise ConfigError(f"schedule.min_lr {schedule.min_lr:g} is above schedule.lr {schedule.lr:g}")
+    if schedule.min_lr > schedule.lr and schedule.name != "constant":
+        raise ConfigError(
+            f"schedule.min_lr {schedule.min_lr:g} is above schedule.lr {schedule.lr:g}; lower it too, "
+            f"as in --set schedule.min_lr={schedule.lr / 10:g}"
+        )
 
 
 def to_toml(config: Config) -> str:

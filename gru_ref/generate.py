@@ -90,7 +90,7 @@ def generate(
     prompt = np.asarray(ids)
     V = model.config.vocab_size
     if prompt.size == 0:
-        raise UsageError("the prompt has no token; start an empty one with the tokenizer's bos_id")
+        raise UsageError("the prompt has no token; start an empty one with the tokenizer's start_id")
     outside = prompt[(prompt < 0) | (prompt >= V)]
     if outside.size:
         raise UsageError(f"the prompt has token id {outside[0]}, which is not in 0…{V - 1}")

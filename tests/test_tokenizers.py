@@ -26,14 +26,17 @@ def test_ascii100_table_is_the_documented_one() -> None:
 
 def test_special_ids() -> None:
     ascii100, plain, ids = get_tokenizer("ascii100"), get_tokenizer("bytes"), get_tokenizer("ids", 50257)
-    assert (ascii100.vocab_size, ascii100.unknown_id, ascii100.bos_id, ascii100.separator_id) == (
-        100,
-        1,
-        2,
-        3,
-    )
-    assert (plain.vocab_size, plain.unknown_id, plain.bos_id, plain.separator_id) == (257, None, 256, 256)
-    assert (ids.vocab_size, ids.unknown_id, ids.bos_id, ids.separator_id) == (50257, None, None, None)
+    for tokenizer, expected in (
+        (ascii100, (100, 1, 4, 3)),
+        (plain, (257, None, 10, 256)),
+        (ids, (50257, None, None, None)),
+    ):
+        assert (
+            tokenizer.vocab_size,
+            tokenizer.unknown_id,
+            tokenizer.start_id,
+            tokenizer.separator_id,
+        ) == expected
 
 
 @pytest.mark.parametrize("data", D02)

@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gru_ref import random
-from gru_ref.data.windows import IGNORE, Windows, sequential
+from gru_ref.data.windows import Windows
 from gru_ref.errors import DataError
+from gru_ref.ops.cross_entropy import IGNORE
 from gru_ref.types import Array
 
 T = 8
@@ -145,27 +146,3 @@ def test_lanes_read_on_where_they_stopped_and_cover_every_target_once(
 def test_lanes_refuse_another_batch_size(cursor: int, count: int) -> None:
     with pytest.raises(DataError, match=r"3 lanes.*train\.batch_size"):
         Windows(text(50), T, seed=1, lanes=3).indices(cursor, count)
-
-
-@pytest.mark.parametrize("batch_size", [1, 3, 7, 100])
-def test_sequential_covers_the_text_in_order_whatever_the_batch_size(batch_size: int) -> None:
-    """N11: the last, partial batch and window count by their tokens."""
-    n = 7 * T + 4
-    batches = list(sequential(text(n), T, batch_size))
-    flat = np.concatenate([targets.T.ravel() for _, targets in batches])
-    assert flat[flat != IGNORE].tolist() == list(range(2, n + 1))
-    assert [inputs.shape[1] for inputs, _ in batches[:-1]] == [batch_size] * (len(batches) - 1)
-    assert sum(inputs.shape[1] for inputs, _ in batches) == 8
-
-
-def test_sequential_takes_a_text_shorter_than_a_window() -> None:
-    [(inputs, targets)] = sequential(text(3), T, 4)
-    assert inputs[:, 0].tolist() == [1, 2, 0, 0, 0, 0, 0, 0]
-    assert targets[:, 0].tolist() == [2, 3, -1, -1, -1, -1, -1, -1]
-
-
-@pytest.mark.parametrize("n", [0, 1])
-def test_sequential_without_a_target_is_refused_at_once(n: int) -> None:
-    """D01: never a success over zero batches."""
-    with pytest.raises(DataError, match=f"has {n} tokens"):
-        sequential(text(n), T, 4)

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from gru_ref.data.corpus import split as split
     from gru_ref.data.tokenizers import Tokenizer as Tokenizer
     from gru_ref.data.tokenizers import get_tokenizer as get_tokenizer
-    from gru_ref.data.windows import IGNORE as IGNORE
     from gru_ref.data.windows import Windows as Windows
-    from gru_ref.data.windows import sequential as sequential
 
 _HOME = {
     "Corpus": "corpus",
@@ -29,9 +27,7 @@ _HOME = {
     "split": "corpus",
     "Tokenizer": "tokenizers",
     "get_tokenizer": "tokenizers",
-    "IGNORE": "windows",
     "Windows": "windows",
-    "sequential": "windows",
 }
 
 

@@ -34,7 +34,7 @@ class Tokenizer(ABC):
     dtype: np.dtype[Any]  # of encoded tokens
     unknown_id: int | None = None  # of a byte that the vocabulary does not hold
     separator_id: int | None = None  # stands between two documents
-    bos_id: int | None = None  # what an empty prompt starts with
+    start_id: int | None = None  # what an empty prompt starts from: a newline, which every text has
 
     @abstractmethod
     def encode(self, data: bytes) -> Array:
@@ -77,7 +77,7 @@ class Ascii100(Tokenizer):
     dtype = np.dtype("u1")
     unknown_id = 1
     separator_id = 3
-    bos_id = 2
+    start_id = 4
 
     _ID_OF_BYTE = bytes(4 if b == 10 else b - 27 if 32 <= b <= 126 else 1 for b in range(256))
     _BYTE_OF_ID = bytes([0, 0x80, 0, 0, 10, *range(32, 127)])  # 0x80 and 0: no other id has these
@@ -100,13 +100,13 @@ class Ascii100(Tokenizer):
 
 
 class Bytes(Tokenizer):
-    """Byte b is token b; 256 separates documents, decodes to nothing and starts an empty prompt."""
+    """Byte b is token b; 256 separates documents and decodes to nothing."""
 
     name = "bytes"
     vocab_size = 257
     dtype = np.dtype("<u2")  # files and fingerprints are little-endian everywhere
     separator_id = 256
-    bos_id = 256
+    start_id = 10
 
     def encode(self, data: bytes) -> Array:
         return np.frombuffer(data, np.uint8).astype(self.dtype)

@@ -19,16 +19,12 @@ Two orders:
             beyond the end: input 0 and target IGNORE throughout.
 """
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from gru_ref import random
 from gru_ref.errors import DataError
+from gru_ref.ops.cross_entropy import IGNORE
 from gru_ref.types import Array
-
-IGNORE = -1
-"""The target of a position that does not count."""
 
 
 def _gather(tokens: Array, seq_len: int, indices: Array) -> tuple[Array, Array]:
@@ -114,16 +110,3 @@ class Windows:
             order = random.permutation(self._count, seed=self.seed, stream=random.DATA_ORDER, step=epoch)
             self._order = (epoch, order)
         return self._order[1]
-
-
-def sequential(tokens: Array, seq_len: int, batch_size: int) -> Iterator[tuple[Array, Array]]:
-    """All windows in text order, for evaluation: inputs and targets, each (T, B) int64, the last B smaller.
-
-    Sums over counted targets do not depend on the batch size. From two tokens on there is a target; raises
-    DataError for fewer, as soon as it is called.
-    """
-    if len(tokens) < 2:
-        raise DataError(f"the text to evaluate has {len(tokens)} tokens, needs at least 2; use more text")
-    count = -(-(len(tokens) - 1) // seq_len)
-    batches = (np.arange(i, min(i + batch_size, count)) for i in range(0, count, batch_size))
-    return (_gather(tokens, seq_len, indices) for indices in batches)

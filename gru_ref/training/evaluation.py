@@ -7,6 +7,7 @@ batches does not matter.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -46,10 +47,12 @@ def evaluate(
     batch_size: int,
     token_bytes: Array | None = None,
     max_tokens: int = 0,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
     """Run over all windows, or over evenly spaced ones of about `max_tokens` tokens where that is above 0.
 
     token_bytes (V,): bytes of text that each token stands for (a tokenizer's `token_bytes()`), or None.
+    progress: called with the windows done and in all.
     """
     chosen = np.arange(len(windows))
     limit = -(-max_tokens // windows.seq_len)
@@ -58,9 +61,10 @@ def evaluate(
     nats, tokens, n_bytes, top1, top5 = 0.0, 0, 0, 0, 0
     for start in range(0, len(chosen), batch_size):
         inputs, targets = windows.batch(chosen[start : start + batch_size])
-        logits, _, _ = model.forward(inputs)
-        logits, targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
-        losses, _ = model.ops.cross_entropy.forward(logits, targets, vocab_size=model.config.vocab_size)
+        with np.errstate(over="ignore", invalid="ignore"):  # the figures say what came of it
+            logits, _, _ = model.forward(inputs)
+            logits, targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+            losses, _ = model.ops.cross_entropy.forward(logits, targets, vocab_size=model.config.vocab_size)
         nats += float(losses.sum(dtype=np.float64))
         counted = targets != IGNORE
         ranks = target_ranks(logits[counted, : model.config.vocab_size], targets[counted])
@@ -69,6 +73,8 @@ def evaluate(
         top5 += int(np.count_nonzero(ranks < 5))
         if token_bytes is not None:
             n_bytes += int(token_bytes[targets[counted]].sum())
+        if progress:
+            progress(start + inputs.shape[1], len(chosen))
     return Evaluation(
         loss=nats / tokens,
         bpb=bits_per_byte(nats, n_bytes),
@@ -82,8 +88,8 @@ def evaluate(
 def target_ranks(logits: Array, targets: Array) -> Array:
     """How many tokens each target's logit is behind, (N,); of equal logits the lower id is ahead.
 
-    logits (N, V), targets (N,). Rank 0 is the most likely token.
+    logits (N, V), targets (N,). Rank 0 is the most likely token; nothing is behind a NaN.
     """
     own = logits[np.arange(len(targets)), targets][:, None]
-    ahead = (logits > own) | ((logits == own) & (np.arange(logits.shape[1]) < targets[:, None]))
-    return np.count_nonzero(ahead, axis=1)
+    behind = (logits < own) | ((logits == own) & (np.arange(logits.shape[1]) >= targets[:, None]))
+    return np.count_nonzero(~behind, axis=1)
