@@ -6,6 +6,7 @@ written to the run directory as `config.toml` and into every checkpoint as JSON.
 
 import dataclasses
 import difflib
+import functools
 import math
 import tomllib
 import typing
@@ -206,11 +207,13 @@ FIXED_ON_RESUME = frozenset(
 )
 
 
+@functools.cache
 def keys() -> dict[str, Any]:
     """Every key as `table.name`, with its default value."""
     return {f"{t}.{k}": v for t, table in Config().to_dict().items() for k, v in table.items()}
 
 
+@functools.cache
 def _type_of(key: str) -> Any:
     table, name = key.split(".")
     return typing.get_type_hints(type(getattr(Config(), table)))[name]

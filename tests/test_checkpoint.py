@@ -670,7 +670,7 @@ def test_values_of_no_trained_model_are_out_of_range(path: Path) -> None:
     ]  # fmt: skip
     assert problems[2] == (
         f"{WEIGHT}: out of range for a trained recurrent matrix: "
-        "largest |x| 0 and std 0, expected at most 1000 and above 0"
+        "largest |x| 0 and std 0, expected at most 100 and 1e-05 to 10"
     )
     load_checkpoint(path)  # unusual, and what was written
 

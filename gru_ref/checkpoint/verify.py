@@ -29,18 +29,20 @@ class Range:
 
     kind: str
     largest: float  # of |x|
-    varied: bool  # a matrix of equal elements never breaks its symmetry: std must be above 0
+    std: tuple[float, float]  # lowest and highest; equal elements never break a matrix's symmetry
 
 
-# One GRU weight of 20 saturates a gate by itself, and an optimizer moves a weight by about lr a step.
+# Initial weights have std 1 (embedding) or 1/√(3H), 6e-4 for H = 2²⁰; one GRU weight of 20 saturates a gate by
+# itself, and an optimizer moves a weight by about lr a step.
+_MATRIX = (1e-5, 10.0)
 RANGES = {
-    "embedding.weight": Range("embedding", 1e3, True),
-    "weight_ih": Range("input matrix", 1e3, True),
-    "weight_hh": Range("recurrent matrix", 1e3, True),
-    "classifier.weight": Range("classifier", 1e3, True),
-    "bias": Range("bias", 1e3, False),  # any vector; all zero is fine
-    "matrix": Range("matrix", 1e3, True),  # any other
-    "hidden": Range("hidden state", 1.01, False),  # |h| ≤ 1, a mean of tanh values, up to rounding
+    "embedding.weight": Range("embedding", 100, _MATRIX),
+    "weight_ih": Range("input matrix", 100, _MATRIX),
+    "weight_hh": Range("recurrent matrix", 100, _MATRIX),
+    "classifier.weight": Range("classifier", 100, _MATRIX),
+    "bias": Range("bias", 100, (0, 50)),  # any vector; all zero is fine
+    "matrix": Range("matrix", 100, _MATRIX),  # any other
+    "hidden": Range("hidden state", 1.01, (0, 1.01)),  # |h| ≤ 1, a mean of tanh values, up to rounding
 }
 
 
@@ -145,10 +147,10 @@ def _judge(name: str, array: Array, md5_ok: bool) -> tuple[TensorReport, str | N
     accepted = _range_of(name, array.ndim)
     problem, in_range = None, None
     if accepted:
-        largest, varies = max(abs(low), abs(high)), std > 0 or array.size == 1
-        in_range = largest <= accepted.largest and (varies or not accepted.varied)
+        largest, (least, most) = max(abs(low), abs(high)), accepted.std
+        in_range = largest <= accepted.largest and (least <= std <= most or array.size == 1)
         if not in_range and not nan + inf:  # those have a line of their own
-            limits = f"at most {accepted.largest:g}{' and above 0' if accepted.varied else ''}"
+            limits = f"at most {accepted.largest:g} and {least:g} to {most:g}"
             found = f"largest |x| {largest:.4g} and std {std:.4g}, expected {limits}"
             problem = f"{name}: out of range for a trained {accepted.kind}: {found}"
     dtype = array.dtype.name
