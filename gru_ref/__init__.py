@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gru_ref.checkpoint import verify_checkpoint as verify_checkpoint
     from gru_ref.config import Config as Config
     from gru_ref.errors import GruRefError as GruRefError
-    from gru_ref.gradcheck import gradcheck as gradcheck
+    from gru_ref.gradient_check import gradcheck as gradcheck
     from gru_ref.models.gru_lm import GRULM as GRULM
     from gru_ref.training import resume as resume
     from gru_ref.training import train as train
@@ -28,7 +28,7 @@ _HOME = {
     "Config": "gru_ref.config",
     "GRULM": "gru_ref.models.gru_lm",
     "GruRefError": "gru_ref.errors",
-    "gradcheck": "gru_ref.gradcheck",
+    "gradcheck": "gru_ref.gradient_check",
     "load_checkpoint": "gru_ref.checkpoint",
     "save_checkpoint": "gru_ref.checkpoint",
     "resume": "gru_ref.training",
