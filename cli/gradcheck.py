@@ -1,4 +1,4 @@
-"""`gru-ref gradcheck`: the backward passes against finite differences. The work is in gru_ref.gradient_check."""
+"""`gru-ref gradcheck`: hand-written gradients against finite differences (gru_ref.gradient_check)."""
 
 import dataclasses
 import json

@@ -1,0 +1,85 @@
+"""Twin of gru_ref/ops/adamw.py, where the equations are.
+
+Faster because one pass reads and writes each array once; the definition makes a dozen passes and as many
+temporary arrays. Each element goes through the same operations in the same order, so the results are the same
+to the last bit.
+"""
+
+import numpy as np
+
+from gru_ref.kernels.numba_cpu._compile import compiled, updatable
+from gru_ref.ops import adamw as definition
+from gru_ref.types import Array
+
+
+def step(
+    params: Array,
+    grads: Array,
+    m: Array,
+    v: Array,
+    *,
+    t: int,
+    lr: float,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decoupled: bool = True,
+) -> None:
+    """As the definition, which gets arrays that are strided, read-only or not all of one dtype."""
+    if not updatable(params, grads, m, v):
+        definition.step(
+            params,
+            grads,
+            m,
+            v,
+            t=t,
+            lr=lr,
+            beta1=beta1,
+            beta2=beta2,
+            eps=eps,
+            weight_decay=weight_decay,
+            decoupled=decoupled,
+        )
+        return
+    kept = 1.0
+    if weight_decay and decoupled:
+        kept = 1 - lr * weight_decay
+    elif weight_decay:
+        grads = grads + weight_decay * params
+    _update(
+        params.reshape(-1),
+        grads.reshape(-1),
+        m.reshape(-1),
+        v.reshape(-1),
+        kept,
+        beta1,
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        lr / (1 - beta1**t),
+        1 - beta2**t,
+        eps,
+    )
+
+
+@compiled("T[::1], T[::1], T[::1], T[::1], T, T, T, T, T, T, T, T")
+def _update(
+    params: Array,
+    grads: Array,
+    m: Array,
+    v: Array,
+    kept: float,
+    beta1: float,
+    one_minus_beta1: float,
+    beta2: float,
+    one_minus_beta2: float,
+    rate: float,
+    v_correction: float,
+    eps: float,
+) -> None:
+    for i in range(len(params)):
+        params[i] *= kept
+        m[i] = m[i] * beta1 + one_minus_beta1 * grads[i]
+        v[i] = v[i] * beta2 + one_minus_beta2 * (grads[i] * grads[i])
+        params[i] -= rate * m[i] / (np.sqrt(v[i] / v_correction) + eps)

@@ -1,0 +1,93 @@
+"""Twin of gru_ref/ops/nadam.py, where the equations are.
+
+Faster, and the same to the last bit, for the reasons given in kernels/numba_cpu/adamw.py.
+"""
+
+import numpy as np
+
+from gru_ref.kernels.numba_cpu._compile import compiled, updatable
+from gru_ref.ops import nadam as definition
+from gru_ref.types import Array
+
+
+def step(
+    params: Array,
+    grads: Array,
+    m: Array,
+    v: Array,
+    *,
+    t: int,
+    mu_product: float,
+    lr: float,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decoupled: bool = True,
+    variant: str = "torch",
+) -> None:
+    """As the definition, which gets arrays that are strided, read-only or not all of one dtype."""
+    if not updatable(params, grads, m, v):
+        definition.step(
+            params,
+            grads,
+            m,
+            v,
+            t=t,
+            mu_product=mu_product,
+            lr=lr,
+            beta1=beta1,
+            beta2=beta2,
+            eps=eps,
+            weight_decay=weight_decay,
+            decoupled=decoupled,
+            variant=variant,
+        )
+        return
+    mu, mu_next = definition.momentum(t, beta1, variant), definition.momentum(t + 1, beta1, variant)
+    kept = 1.0
+    if weight_decay and decoupled:
+        kept = 1 - lr * weight_decay
+    elif weight_decay:
+        grads = grads + weight_decay * params
+    _update(
+        params.reshape(-1),
+        grads.reshape(-1),
+        m.reshape(-1),
+        v.reshape(-1),
+        kept,
+        beta1,
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        (1 - mu) / (1 - mu_product),
+        mu_next / (1 - mu_product * mu_next),
+        lr,
+        1 - beta2**t,
+        eps,
+    )
+
+
+@compiled("T[::1], T[::1], T[::1], T[::1], T, T, T, T, T, T, T, T, T, T")
+def _update(
+    params: Array,
+    grads: Array,
+    m: Array,
+    v: Array,
+    kept: float,
+    beta1: float,
+    one_minus_beta1: float,
+    beta2: float,
+    one_minus_beta2: float,
+    grad_share: float,
+    m_share: float,
+    lr: float,
+    v_correction: float,
+    eps: float,
+) -> None:
+    for i in range(len(params)):
+        params[i] *= kept
+        m[i] = m[i] * beta1 + one_minus_beta1 * grads[i]
+        v[i] = v[i] * beta2 + one_minus_beta2 * (grads[i] * grads[i])
+        direction = grad_share * grads[i] + m_share * m[i]
+        params[i] -= lr * direction / (np.sqrt(v[i] / v_correction) + eps)
