@@ -4,6 +4,7 @@ A command's file defines `command`, imports only click at its top, and raises th
 here, in one place, an error becomes one line on standard error and an exit code.
 """
 
+import contextlib
 import importlib
 import os
 import pkgutil
@@ -75,7 +76,8 @@ def run(args: Sequence[str]) -> int:
 
 def _fail(message: str, code: int) -> int:
     line = " ".join(message.split())
-    click.echo(f"gru-ref: error: {line}", err=True)
+    with contextlib.suppress(OSError):  # nobody reads it; the exit code says it too
+        click.echo(f"gru-ref: error: {line}", err=True)
     return code
 
 

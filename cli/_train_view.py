@@ -1,7 +1,7 @@
 """What a person sees of a training run: a progress display on a terminal, plain lines elsewhere.
 
-An observer of the events that gru_ref/training/loop.py emits. A reader of the output that goes away does not
-end the training: the view falls silent.
+An observer of the events that gru_ref/training/loop.py emits. Output that cannot be written, because its
+reader, its terminal or the room on its disk is gone, does not end the training: the view falls silent.
 """
 
 import math
@@ -10,7 +10,6 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from gru_ref.cli._terminal import console
-
 from gru_ref.types import Event
 
 if TYPE_CHECKING:
@@ -35,8 +34,7 @@ class TrainView:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self.progress is not None:
-            self.progress.stop()
+        self._stop_progress()
 
     def __call__(self, event: Event) -> None:
         """Show one event."""
@@ -44,8 +42,7 @@ class TrainView:
 
     def finish(self, result: "TrainResult") -> None:
         """The last lines: what came out, and what to do next."""
-        if self.progress is not None:
-            self.progress.stop()
+        self._stop_progress()
         run, checkpoint = _short(result.path), _short(result.checkpoint) if result.checkpoint else None
         if result.finished and self.steps and not self.started:
             self.line(f"{run} is finished already (step {result.step}); nothing to do")
@@ -62,11 +59,26 @@ class TrainView:
         if self.silent:
             return
         try:
-            self.console.print(text, soft_wrap=True)
+            if self.progress is not None:
+                self.progress.console.print(text, soft_wrap=True)
+            else:  # rich would end the process where the reader is gone
+                self.console.file.write(f"{text}\n")
             self.console.file.flush()
-        except BrokenPipeError:
-            self.silent = True
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.console.file.fileno())
+        except OSError:
+            self._fall_silent()
+
+    def _stop_progress(self) -> None:
+        if self.progress is None:
+            return
+        try:
+            self.progress.stop()
+        except OSError:
+            self._fall_silent()
+        self.progress = None
+
+    def _fall_silent(self) -> None:
+        self.silent = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.console.file.fileno())
 
     def _on_start(self, event: Event) -> None:
         self._describe(event)
@@ -77,6 +89,8 @@ class TrainView:
         self.resumed_at = event["step"]
         for key, (old, new) in event["changed"].items():
             self.line(f"changed: {key} {old} -> {new}")
+        if event["set_aside"]:
+            self.line(f"set aside: {', '.join(event['set_aside'])}, which are after that step")
         self.line(f"resuming {_short(event['run'])} after step {event['step']}")
         self._begin()
 
@@ -96,8 +110,8 @@ class TrainView:
         if data["unknown"]:
             share = 100 * data["unknown"] / data["tokens"]
             self.line(
-                f"notice: {data['unknown']:,} bytes ({share:.2g} %) are not in {data['tokenizer']} and became "
-                "<unk>; --tokenizer bytes keeps them"
+                f"notice: {data['unknown']:,} bytes ({share:.2g} %) are not in {data['tokenizer']} and "
+                "became <unk>; --tokenizer bytes keeps them"
             )
         self.line(
             f"training: {event['steps']:,} steps of {train['accumulation']} × {train['batch_size']} windows "

@@ -1,5 +1,6 @@
 """`gru-ref train`: train a new run, or go on with one."""
 
+import contextlib
 import os
 import signal
 from types import FrameType
@@ -88,19 +89,18 @@ def command(
         config = configuration.load(preset=preset, file=config_file, options=options)
         if dry_run:
             return _dry_run(config)
-    from gru_ref.cli._train_view import TrainView
+    with _Signals() as signals:  # from here on, because importing takes a while too
+        from gru_ref.cli._train_view import TrainView
+        from gru_ref.training import Stop, resume, train
 
-    from gru_ref.training import Stop, resume, train
-
-    stop = Stop()
-    with TrainView() as view, _Signals(stop) as signals:
-        if resume_path is None:
-            result = train(config, out, observer=view, stop=stop, stop_at=stop_at)
-        else:
-            result = resume(
-                resume_path, changes=options, override=override, observer=view, stop=stop, stop_at=stop_at
-            )
-        view.finish(result)
+        stop = signals.ask(Stop())
+        with TrainView() as view:
+            common: dict[str, Any] = {"observer": view, "stop": stop, "stop_at": stop_at}
+            if resume_path is None:
+                result = train(config, out, **common)
+            else:
+                result = resume(resume_path, changes=options, override=override, **common)
+            view.finish(result)
     return _exit_code(result, signals)
 
 
@@ -130,31 +130,51 @@ def _options(
 
 
 class _Signals:
-    """While a run lasts: the first Ctrl-C, SIGTERM or SIGHUP asks it to stop, a second one quits at once."""
+    """While a run lasts: the first Ctrl-C, SIGTERM or SIGHUP asks it to stop, a second one quits at once.
 
-    def __init__(self, stop: "Stop") -> None:
-        self.stop = stop
+    One that is ignored, as nohup asks for SIGHUP, stays ignored. A second SIGHUP means nothing: closing a
+    terminal sends one from the system and one from the shell.
+    """
+
+    def __init__(self) -> None:
         self.received: int | None = None
+        self._stop: Stop | None = None
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "_Signals":
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            self._previous[number] = signal.signal(number, self._handle)
+            if signal.getsignal(number) != signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        # os.write, because this may interrupt a print
+    def ask(self, stop: "Stop") -> "Stop":
+        """Pass what was and will be received on to `stop`, which is returned."""
+        self._stop = stop
         if self.received is not None:
-            cursor = b"\x1b[?25h" if os.isatty(1) else b""  # the progress display had hidden it
-            os.write(1 if cursor else 2, cursor)
+            stop.request(signal.Signals(self.received).name)
+        return stop
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received is None:
+            self.received = number
+            if self._stop is not None:
+                self._stop.request(signal.Signals(number).name)
+            behind_ctrl_c = b"\n" if os.isatty(2) else b""
+            _write(2, behind_ctrl_c + b"gru-ref: stopping after this step; once more quits at once\n")
+        elif number != signal.SIGHUP:
+            if os.isatty(1):
+                _write(1, b"\x1b[?25h")  # the progress display had hidden the cursor
             os._exit(128 + number)  # files are written under temporary names: nothing is torn
-        self.received = number
-        self.stop.request(signal.Signals(number).name)
-        os.write(2, b"\ngru-ref: stopping after this step; once more quits at once\n")
+
+
+def _write(descriptor: int, text: bytes) -> None:
+    """Unbuffered, because a signal may interrupt a print; and a terminal that hung up takes no text."""
+    with contextlib.suppress(OSError):
+        os.write(descriptor, text)
 
 
 def _exit_code(result: "TrainResult", signals: _Signals) -> int:
@@ -165,16 +185,16 @@ def _exit_code(result: "TrainResult", signals: _Signals) -> int:
 
 def _dry_run(config: "Config") -> int:
     """The table of parameters, which of them decay, and the predicted memory."""
-    from gru_ref.cli._terminal import console
     import psutil
     from rich.table import Table
 
     from gru_ref import plan
+    from gru_ref.cli._terminal import console
     from gru_ref.schedules import phases
-    from gru_ref.training.trainer import Data, resolve_vocab, total_steps
+    from gru_ref.training.trainer import Data, total_steps
 
     data = Data(config)
-    config = resolve_vocab(config, data.tokenizer.vocab_size)
+    config = config.replace("model", vocab_size=data.tokenizer.vocab_size)
     steps = total_steps(config, data.train)
     phases(config.schedule, steps)
     table = Table("parameter", "shape")

@@ -17,14 +17,21 @@ from typing import Any
 from threadpoolctl import threadpool_limits
 
 from gru_ref import config as configuration
-from gru_ref.checkpoint import load_checkpoint, save_checkpoint
+from gru_ref.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from gru_ref.checkpoint.find import checkpoints_of, newest_checkpoint
-from gru_ref.checkpoint.write import remove_stale_temporaries
 from gru_ref.config import Config
 from gru_ref.data.corpus import encode_files
-from gru_ref.errors import ConfigError, RunError
+from gru_ref.errors import CheckpointError, ConfigError, RunDirectoryError, RunError
 from gru_ref.training.evaluation import Evaluation
-from gru_ref.training.run_directory import METRICS, SAMPLES, RunDirectory, next_free
+from gru_ref.training.run_directory import (
+    METRICS,
+    SAMPLES,
+    STDIN,
+    STDIN_VALIDATION,
+    RunDirectory,
+    next_free,
+)
+from gru_ref.training.step import StepResult
 from gru_ref.training.trainer import Trainer
 from gru_ref.types import Event, Observer
 
@@ -61,12 +68,14 @@ def train(
 ) -> TrainResult:
     """Train a new run and write its directory.
 
-    config: `gru_ref.config.load(…)`; None trains the default preset. out: the run directory, new or empty;
-    None takes the first free runs/run-NNN. observer: called with every event and step. stop: see `Stop`.
-    stop_at: leave after this step, with a checkpoint, as if stopped there.
+    config: `gru_ref.config.load(…)`; None trains the default preset. out: the run directory, new or without
+    a run; None takes the first free runs/run-NNN. observer: called with every event and step. stop: see
+    `Stop`. stop_at: leave after this step, with a checkpoint, as if stopped there.
     Raises the family of gru_ref/errors.py.
     """
     config = _resolve(config or configuration.load())
+    if out == "":
+        raise RunDirectoryError("--out is empty; name a new directory, or leave it out")
     path = next_free() if out is None else Path(out)
     with RunDirectory.create(path) as run, _threads(config):
         loop = _Loop(run, Trainer.start(_keep_stdin(config, run)), observer, stop or Stop(), stop_at)
@@ -85,17 +94,28 @@ def resume(
     """Go on with a run from its newest checkpoint, or from the checkpoint file given.
 
     changes: dotted configuration keys with new values. Free ones (config.FREE_ON_RESUME) are applied; fixed
-    ones raise ConfigError; all others, such as the learning rate, need `override`.
+    ones raise ConfigError; all others, such as the learning rate, need `override`. Going on from an earlier
+    checkpoint moves the later ones to checkpoints/set-aside. A finished run is left as it is.
     """
-    checkpoint_path = newest_checkpoint(path)
-    with RunDirectory.resume(checkpoint_path.parent.parent) as run:
-        remove_stale_temporaries(run.path / "checkpoints")
-        checkpoint = load_checkpoint(checkpoint_path)
+    path = os.path.abspath(path)
+    with RunDirectory.resume(newest_checkpoint(path).parent.parent) as run:
+        checkpoint_path = newest_checkpoint(path)  # again, now that no one else can add one
+        checkpoint = _load(checkpoint_path)
         config = changed_config(checkpoint.config, changes or {}, override=override)
         with _threads(config):
             loop = _Loop(run, Trainer.restore(checkpoint, config), observer, stop or Stop(), stop_at)
             changed = configuration.differences(checkpoint.config, config)
             return loop.run_from_checkpoint(checkpoint_path, changed)
+
+
+def _load(path: Path) -> Checkpoint:
+    try:
+        return load_checkpoint(path)
+    except CheckpointError as error:
+        names = [other.name for other in checkpoints_of(path.parent.parent)]
+        at = names.index(path.name) if path.name in names else 0
+        hint = f"; to go on from the one before it: --resume {path.with_name(names[at - 1])}" if at else ""
+        raise CheckpointError(f"{error}{hint}") from None
 
 
 def changed_config(config: Config, changes: dict[str, Any], *, override: bool = False) -> Config:
@@ -115,6 +135,8 @@ def changed_config(config: Config, changes: dict[str, Any], *, override: bool = 
             raise ConfigError(
                 f"{key} {old} -> {new} would change the run; add --override to do it all the same"
             )
+    if "-" in (*changed.data.files, *changed.data.val_files):
+        raise ConfigError("-: a resumed run cannot read standard input; name a file with the text")
     configuration.check(changed)
     return _resolve(changed)
 
@@ -134,12 +156,14 @@ def _threads(config: Config) -> AbstractContextManager[Any]:
 
 
 def _keep_stdin(config: Config, run: RunDirectory) -> Config:
-    """Standard input cannot be read again on resume: keep what came from it as RUN/corpus.h5."""
-    if "-" not in config.data.files:
-        return config
-    path = run.path / "corpus.h5"
-    encode_files(config.data.files, path, config.data.tokenizer)
-    return config.replace("data", files=(os.path.abspath(path),))
+    """Standard input cannot be read again on resume: keep what came from it in the run directory."""
+    for key, name in (("files", STDIN), ("val_files", STDIN_VALIDATION)):
+        files = getattr(config.data, key)
+        if "-" in files:
+            path = run.path / name
+            encode_files(files, path, config.data.tokenizer, overwrite=True)
+            config = config.replace("data", **{key: (os.path.abspath(path),)})
+    return config
 
 
 class _Loop:
@@ -156,8 +180,8 @@ class _Loop:
     def run_from_start(self) -> TrainResult:
         """Write the configuration, look at the untrained model, then train."""
         trainer = self.trainer
-        self.run.write_config(trainer.config)
         self._event("start", **self._description())
+        self.run.write_config(trainer.config)  # after the event, which tells it from someone's own file
         self._evaluate()
         loss = self.evaluation.loss if self.evaluation else trainer.training_loss()
         self._event("before_training", loss=loss, ln_vocab=math.log(trainer.model.config.vocab_size))
@@ -171,21 +195,27 @@ class _Loop:
         self.saved = path
         if trainer.finished:
             return self._result()
+        set_aside = self.run.set_aside_after(trainer.step)
         self.run.forget_after(trainer.step)
         self.run.write_config(trainer.config)
-        changes = {key: list(values) for key, values in changed.items()}
-        self._event("resume", step=trainer.step, checkpoint=str(path), changed=changes, **self._description())
+        self._event(
+            "resume",
+            step=trainer.step,
+            checkpoint=str(path),
+            changed={key: list(values) for key, values in changed.items()},
+            set_aside=set_aside,
+            **self._description(),
+        )
         return self._train()
 
     def _train(self) -> TrainResult:
         trainer, config = self.trainer, self.trainer.config.train
         while not trainer.finished and not self._stopping():
-            row, result = trainer.advance()
-            self.run.append(METRICS, row)
-            self.observer({"event": "step", **row})
+            result = self._advance()
             if result.nonfinite is not None:
                 self._skipped(result.nonfinite)
-                continue
+                if not trainer.finished:
+                    continue
             last = trainer.finished
             if last or _due(trainer.step, config.eval_every):
                 self._evaluate()
@@ -202,17 +232,32 @@ class _Loop:
         return self._result()
 
     def _stopping(self) -> bool:
+        if self.trainer.skipped_in_a_row:  # a skipped step is tried until it is done or given up
+            return False
         return self.stop.reason is not None or 0 < self.stop_at <= self.trainer.step
+
+    def _advance(self) -> StepResult:
+        try:
+            row, result = self.trainer.advance()
+        except RunError as error:
+            raise self._giving_up(str(error)) from None
+        self.run.append(METRICS, row)
+        self.observer({"event": "step", **row})
+        return result
 
     def _skipped(self, culprit: str) -> None:
         trainer = self.trainer
         self._event("skipped", step=trainer.step + 1, nonfinite=culprit, in_a_row=trainer.skipped_in_a_row)
         if trainer.skipped_in_a_row >= trainer.config.train.max_skipped:
-            raise RunError(
-                f"{trainer.skipped_in_a_row} steps in a row were not finite (last: {culprit}); stopped after "
-                f"step {trainer.step}. The last good checkpoint is {self.saved}; a lower schedule.lr or "
-                "train.clip_norm may help"
+            raise self._giving_up(
+                f"{trainer.skipped_in_a_row} steps in a row were not finite (last: {culprit})"
             )
+
+    def _giving_up(self, problem: str) -> RunError:
+        return RunError(
+            f"{problem}; stopped after step {self.trainer.step}. The last good checkpoint is {self.saved}; "
+            "a lower schedule.lr or train.clip_norm may help"
+        )
 
     def _evaluate(self) -> None:
         started = time.perf_counter()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gru_ref.errors import RunError
 from gru_ref.models.gru_lm import GRULM
 from gru_ref.ops.cross_entropy import IGNORE
 from gru_ref.training.optimizer import Optimizer
@@ -46,6 +47,7 @@ def train_step(
 
     micro_step: the number of the first micro-batch since the start of training; dropout masks depend on it.
     state: (L, A·B, H) to start from, micro-batch i using columns iB…(i+1)B, or None for zeros.
+    Raises RunError where the update itself overflows, because then the weights are lost.
     """
     arena = model.arena
     arena.grads[...] = 0
@@ -55,10 +57,14 @@ def train_step(
             model, micro_batches, label_smoothing=label_smoothing, micro_step=micro_step, state=state
         )
         norm = model.ops.clip.global_norm(arena.grad.values())
-    if not (math.isfinite(loss) and math.isfinite(norm)):
-        return StepResult(loss, tokens, norm, state, nonfinite=_culprit(model))
-    model.ops.clip.clip(arena.grads, norm, clip_norm)
-    optimizer.step(arena, lr)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            culprit = _not_finite({"parameter": arena.param, "gradient of": arena.grad}) or "loss"
+            return StepResult(loss, tokens, norm, state, nonfinite=culprit)
+        model.ops.clip.clip(arena.grads, norm, clip_norm)
+        optimizer.step(arena, lr)
+    # An infinite second moment would freeze its weight for ever, in silence.
+    if lost := _not_finite({"parameter": arena.param, "second moment of": arena.views(arena.v)}):
+        raise RunError(f"the update at learning rate {lr:g} and gradient norm {norm:.3g} overflowed {lost}")
     return StepResult(loss, tokens, norm, new_state)
 
 
@@ -103,10 +109,10 @@ def _loss(
     return float(losses.sum(dtype=np.float64)), dlogits.reshape(logits.shape)
 
 
-def _culprit(model: GRULM) -> str:
-    """The first parameter that is itself not finite, else the first whose gradient is not, else the loss."""
-    for kind, tensors in (("parameter", model.arena.param), ("gradient of", model.arena.grad)):
+def _not_finite(tensors_of_kind: dict[str, dict[str, Array]]) -> str | None:
+    """Kind and name of the first tensor with a value that is not finite."""
+    for kind, tensors in tensors_of_kind.items():
         for name, tensor in tensors.items():
             if not np.isfinite(tensor).all():
                 return f"{kind} {name}"
-    return "loss"
+    return None

@@ -15,7 +15,7 @@ from gru_ref.checkpoint.restore import restore_model
 from gru_ref.config import Config
 from gru_ref.data.corpus import Corpus, load_corpus, split
 from gru_ref.data.windows import Windows
-from gru_ref.errors import ConfigError, DataError
+from gru_ref.errors import DataError
 from gru_ref.generate import generate
 from gru_ref.models import family
 from gru_ref.models.gru_lm import GRULM
@@ -64,14 +64,13 @@ class Trainer:
         self.skipped = self.skipped_in_a_row = 0
         self.best: tuple[float, int] | None = None  # lowest validation loss and its step
         self.state: Array | None = None
-        self.total_steps = total_steps(config, data.train)
-        phases(config.schedule, self.total_steps)  # contradictory lengths are found before the first step
+        self._set_length()
 
     @classmethod
     def start(cls, config: Config) -> "Trainer":
         """A run at step 0: vocabulary from the tokenizer, weights from the seed."""
         data = Data(config)
-        config = resolve_vocab(config, data.tokenizer.vocab_size)
+        config = config.replace("model", vocab_size=data.tokenizer.vocab_size)
         backend = Backend(config.run.kernels)
         model: GRULM = family(config.model.kind).Model(
             config.model, seed=config.train.seed, backend=backend, precision=config.run.precision
@@ -83,11 +82,14 @@ class Trainer:
     def restore(cls, checkpoint: Checkpoint, config: Config) -> "Trainer":
         """The run as it stood at the checkpoint, going on with `config`; the data must be the same bytes."""
         data = Data(config)
-        for part in data.facts.keys() | checkpoint.data.keys():
+        for part, names, option in (
+            ("train", config.data.files or ("the embedded corpus",), "--data"),
+            ("validation", config.data.val_files or ("no file",), "--val-data"),
+        ):
             if _fingerprint(data.facts, part) != _fingerprint(checkpoint.data, part):
                 raise DataError(
-                    f"the {part} text is not the one this run was trained on (its md5 differs); "
-                    "give the original with --data, or start a new run"
+                    f"{', '.join(names)}: not the {part} text of this run (its md5 differs); "
+                    f"name the original with {option}, or start a new run"
                 )
         model = restore_model(checkpoint, kernels=config.run.kernels, precision=config.run.precision)
         trainer = cls(config, data, model, Optimizer(config.optimizer, model.ops))
@@ -102,7 +104,13 @@ class Trainer:
         if "best_loss" in scalars:
             trainer.best = (float(scalars["best_loss"]), int(scalars["best_step"]))
         trainer.state = checkpoint.hidden
+        trainer._set_length()
         return trainer
+
+    def _set_length(self) -> None:
+        attempts = self.step + self.skipped
+        self.total_steps = total_steps(self.config, self.data.train, attempts=attempts, cursor=self.cursor)
+        phases(self.config.schedule, self.total_steps)  # contradictory lengths are found before a step
 
     def checkpoint(self) -> Checkpoint:
         """Everything that `restore` needs. Moments are left out at step 0, where they are all zero."""
@@ -134,8 +142,10 @@ class Trainer:
 
     @property
     def finished(self) -> bool:
-        """Whether the configured length is reached."""
-        return self.step >= self.total_steps
+        """Whether the configured length is reached; in epochs, a skipped step has used its windows too."""
+        if self.config.train.steps:
+            return self.step >= self.config.train.steps
+        return self.cursor >= total_windows(self.config, self.data.train)
 
     def advance(self) -> tuple[dict[str, Any], StepResult]:
         """One step; returns its row of metrics.jsonl and its result.
@@ -228,7 +238,7 @@ class Trainer:
         """The step's windows, A micro-batches of B; fewer only at the very end of a run given in epochs."""
         train, windows = self.config.train, self.data.train
         count = train.batch_size * train.accumulation
-        if train.epochs and not train.steps and not train.carry_state:
+        if not train.steps and not train.carry_state:
             count = min(count, total_windows(self.config, windows) - self.cursor)
         indices = windows.indices(self.cursor, count)
         return [
@@ -238,27 +248,20 @@ class Trainer:
 
 
 def total_windows(config: Config, windows: Windows) -> int:
-    """Windows in the epochs that the configuration asks for."""
-    return max(1, round(config.train.epochs * windows.per_epoch))
+    """Windows in the epochs that the configuration asks for: one, where it asks for no length at all."""
+    return max(1, round((config.train.epochs or 1.0) * windows.per_epoch))
 
 
-def total_steps(config: Config, windows: Windows) -> int:
-    """The run's length in steps: train.steps, or as many as train.epochs need."""
+def total_steps(config: Config, windows: Windows, *, attempts: int = 0, cursor: int = 0) -> int:
+    """The run's length in steps: train.steps, or as many as train.epochs need.
+
+    attempts, cursor: the steps tried so far and the windows they used, perhaps in batches of another size.
+    """
     train = config.train
     if train.steps:
         return train.steps
-    return -(-total_windows(config, windows) // (train.batch_size * train.accumulation))
-
-
-def resolve_vocab(config: Config, of_tokenizer: int) -> Config:
-    """The configuration with the tokenizer's vocabulary; raises ConfigError where it asks for another."""
-    asked = config.model.vocab_size
-    if asked not in (0, of_tokenizer):
-        raise ConfigError(
-            f"model.vocab_size {asked} does not fit the tokenizer {config.data.tokenizer}, which has "
-            f"{of_tokenizer}; leave it out"
-        )
-    return config.replace("model", vocab_size=of_tokenizer)
+    left = max(0, total_windows(config, windows) - cursor)
+    return attempts + -(-left // (train.batch_size * train.accumulation))
 
 
 def _fingerprint(facts: dict[str, Any], part: str) -> Any:
