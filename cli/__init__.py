@@ -9,6 +9,7 @@ import importlib
 import os
 import pkgutil
 import sys
+import warnings
 from collections.abc import Sequence
 
 import click
@@ -41,6 +42,7 @@ def cli() -> None:
 def main(args: Sequence[str] | None = None) -> None:
     """Run a command and exit with its code: 0 good, 1 failed, 2 wrong usage or input, 128+n on signal n."""
     _make_streams_tolerant()
+    warnings.showwarning = lambda message, *_, **__: click.echo(f"gru-ref: warning: {message}", err=True)
     code = run(sys.argv[1:] if args is None else args)
     try:
         sys.stdout.flush()
@@ -65,6 +67,8 @@ def run(args: Sequence[str]) -> int:
         return _fail("interrupted", 130)
     except BrokenPipeError:
         return _after_broken_pipe()
+    except OSError as error:  # output to a full disk, say; files that we read or write have errors of their own
+        return _fail(f"{error.filename or 'output'}: {error.strerror or error}", 1)
     except MemoryError as error:
         return _fail(f"out of memory: {error}", 1)
     except Exception as error:
@@ -82,12 +86,12 @@ def _fail(message: str, code: int) -> int:
 
 
 def _make_streams_tolerant() -> None:
-    """No output may fail for a character that the terminal's encoding lacks, or for a closed stream."""
-    for name in ("stdout", "stderr"):
+    """No output may fail for a character that the terminal's encoding lacks, nothing for a closed stream."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
-        if stream is None:  # started with >&-
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-        elif hasattr(stream, "reconfigure"):
+        if stream is None:  # started with <&- or >&-
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+        elif name != "stdin" and hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 
 

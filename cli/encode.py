@@ -6,8 +6,6 @@ import time
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
 
 @click.command("encode")
@@ -28,6 +26,9 @@ def command(files: tuple[str, ...], output: str, tokenizer: str, force: bool, as
     F is a text file, a .gz file, a folder, or - for standard input. Several files become several documents,
     with a separator token between two.
     """
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
     from gru_ref.data.corpus import encode_files
 
     start = time.perf_counter()

@@ -68,7 +68,7 @@ def command(
     dry_run: bool,
     **named: Any,
 ) -> int:
-    """Train a language model on text; without arguments a small one, in about a minute.
+    """Train a model on text; without arguments a small one.
 
     Settings come from the preset, then CONFIG.toml, then the options; the later wins. Ctrl-C finishes the
     step, writes a checkpoint and prints the line that resumes.

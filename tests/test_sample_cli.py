@@ -134,11 +134,11 @@ def test_any_prompt_is_echoed_as_it_was_given(sample, checkpoints, prompt):
         assert sample(checkpoints["bytes"], "-n", "0", "--raw", *args) == (0, prompt.encode(), "")
 
 
-def test_an_empty_prompt_starts_from_the_beginning_of_text_token(sample, checkpoints):
+def test_an_empty_prompt_starts_as_after_a_newline(sample, checkpoints):
     for args in ([], ["--prompt", ""]):
         _, out, _ = sample(checkpoints["ascii100"], *args, "-n", "20", "--temperature", "0", "--json")
-        assert json.loads(out)["prompt_ids"] == [2]
-        assert json.loads(out)["ids"] == list(generate(new_model("ascii100"), [2], 20, temperature=0))
+        assert json.loads(out)["prompt_ids"] == [4]
+        assert json.loads(out)["ids"] == list(generate(new_model("ascii100"), [4], 20, temperature=0))
 
 
 def test_a_prompt_file_is_read_to_its_last_byte(sample, checkpoints, tmp_path):

@@ -37,7 +37,7 @@ class Data:
         self.facts: dict[str, Any] = {"train": self.corpus.facts()}
         tokens, held_out = self.corpus.tokens, None
         if data.val_files:
-            val = load_corpus(data.val_files, data.tokenizer, config.model.vocab_size)
+            val = load_corpus(data.val_files, data.tokenizer, self.tokenizer.vocab_size)
             self.facts["validation"] = val.facts()
             held_out = val.tokens
         elif data.val_fraction:
@@ -223,8 +223,10 @@ class Trainer:
     def sample(self, n: int = 200) -> str:
         """`n` tokens of text from the current weights: the same draws every time, so samples compare."""
         tokenizer = self.data.tokenizer
-        prompt = tokenizer.encode(b"\n")
-        ids = list(generate(self.model, prompt, n, temperature=0.8, seed=self.config.train.seed))
+        start = tokenizer.start_id or 0
+        ids = list(generate(self.model, [start], n, temperature=0.8, seed=self.config.train.seed))
+        if tokenizer.start_id is None:  # raw ids of an unknown vocabulary
+            return " ".join(map(str, ids))
         return tokenizer.decode(ids).decode("utf-8", errors="replace")
 
     def _carried_state(self) -> Array:
