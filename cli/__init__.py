@@ -67,7 +67,7 @@ def run(args: Sequence[str]) -> int:
         return _fail("interrupted", 130)
     except BrokenPipeError:
         return _after_broken_pipe()
-    except OSError as error:  # output to a full disk, say; files that we read or write have errors of their own
+    except OSError as error:  # of the output, on a full disk say; files have errors of their own
         return _fail(f"{error.filename or 'output'}: {error.strerror or error}", 1)
     except MemoryError as error:
         return _fail(f"out of memory: {error}", 1)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from gru_ref.cli.encode import command
 
+from gru_ref.cli.encode import command
 from gru_ref.data import load_corpus
 from gru_ref.errors import DataError
 

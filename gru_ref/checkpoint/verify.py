@@ -32,8 +32,8 @@ class Range:
     std: tuple[float, float]  # lowest and highest; equal elements never break a matrix's symmetry
 
 
-# Initial weights have std 1 (embedding) or 1/√(3H), 6e-4 for H = 2²⁰; one GRU weight of 20 saturates a gate by
-# itself, and an optimizer moves a weight by about lr a step.
+# Initial weights have std 1 (embedding) or 1/√(3H), 6e-4 for H = 2²⁰; one GRU weight of 20 saturates a gate
+# by itself, and an optimizer moves a weight by about lr a step.
 _MATRIX = (1e-5, 10.0)
 RANGES = {
     "embedding.weight": Range("embedding", 100, _MATRIX),
