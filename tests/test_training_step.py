@@ -55,7 +55,7 @@ def replace(model, op, **functions):
 
 
 @given(sizes=st.lists(st.integers(1, 3), min_size=1, max_size=5), seed=st.integers(0, 99))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_micro_batches_of_any_sizes_equal_the_whole_batch(sizes, seed):
     model, whole = small_model(), small_model()
     B = sum(sizes)
