@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from gru_ref.checkpoint import save_checkpoint as save_checkpoint
     from gru_ref.checkpoint import verify_checkpoint as verify_checkpoint
     from gru_ref.config import Config as Config
+    from gru_ref.config import load as load_config  # noqa: F401 (in __all__ by _HOME)
     from gru_ref.errors import GruRefError as GruRefError
     from gru_ref.gradient_check import gradcheck as gradcheck
     from gru_ref.models.gru_lm import GRULM as GRULM
@@ -30,6 +31,7 @@ _HOME = {
     "GruRefError": "gru_ref.errors",
     "gradcheck": "gru_ref.gradient_check",
     "load_checkpoint": "gru_ref.checkpoint",
+    "load_config": "gru_ref.config:load",
     "save_checkpoint": "gru_ref.checkpoint",
     "resume": "gru_ref.training",
     "train": "gru_ref.training",
@@ -44,7 +46,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("gru_ref.ops")
     if name not in _HOME:
         raise AttributeError(f"module 'gru_ref' has no attribute '{name}'")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    module, _, attribute = _HOME[name].partition(":")
+    return getattr(importlib.import_module(module), attribute or name)
 
 
 def __dir__() -> list[str]:

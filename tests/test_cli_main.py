@@ -1,0 +1,69 @@
+"""What `gru_ref.cli.main` does for every command: one line and an exit code, whatever happens."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import gru_ref
+from gru_ref import cli
+from gru_ref.checkpoint.find import checkpoints_of
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of one step on token ids of an unknown vocabulary."""
+    folder = tmp_path_factory.mktemp("main")
+    np.tile(np.arange(20, dtype="<u2"), 20).tofile(folder / "ids.bin")
+    options = {
+        "data.files": (str(folder / "ids.bin"),),
+        "data.tokenizer": "ids",
+        "model.hidden": 4,
+        "model.embedding": 0,
+        "run.threads": 1,
+        "train.steps": 1,
+        "train.seq_len": 8,
+        "train.batch_size": 2,
+    }
+    gru_ref.train(gru_ref.load_config(options=options), folder / "run")
+    return folder / "run"
+
+
+def call(arguments: str, **options: object) -> tuple[int, str]:
+    command = f"exec {sys.executable} -m gru_ref.cli {arguments}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, **options)
+    return done.returncode, done.stderr
+
+
+def test_a_full_disk_under_the_output_is_one_line(run):
+    assert call(f"sample {run} --prompt '5 17' -n 9 >/dev/full") == (
+        1,
+        "gru-ref: error: output: No space left on device\n",
+    )
+
+
+def test_closed_standard_streams_are_no_fault_of_ours(run):
+    assert call(f"sample {run} --prompt-file - -n 3 <&-")[0] == 2  # no id to start from
+    assert call(f"sample {run} --prompt 3 -n 3 >&-") == (0, "")
+
+
+def test_a_run_on_raw_ids_trains_samples_and_has_no_bits_per_byte(run):
+    assert [path.name for path in checkpoints_of(run)] == ["step-00000000.h5", "step-00000001.h5"]
+    sample = (run / "samples.jsonl").read_text().splitlines()[-1]
+    assert '"text": "' in sample
+    assert '"bpb": null' in (run / "metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["train", "--help"]])
+def test_help_is_not_an_error_line(arguments, capsys):
+    assert cli.run(arguments) == (0 if arguments else 2)
+    shown = capsys.readouterr()
+    assert "Usage: gru-ref" in shown.out + shown.err
+    assert "error" not in shown.err
+
+
+def test_every_file_of_the_folder_is_a_command_with_help(capsys):
+    for name in cli.cli.list_commands(None):
+        assert cli.run([name, "--help"]) == 0
+        assert f"Usage: gru-ref {name}" in capsys.readouterr().out
