@@ -28,7 +28,6 @@ TINY = {
     "train.batch_size": 2,
     "train.checkpoint_every": 0,
     "train.eval_every": 0,
-    "train.log_every": 10,
     "train.seq_len": 8,
     "train.steps": 6,
 }

@@ -279,7 +279,7 @@ def test_a_refused_change_leaves_the_run_as_it_was(tiny, tmp_path):
 
 
 def test_a_change_that_is_allowed_is_applied_and_recorded_old_and_new(tiny, tmp_path, rows):
-    train(tiny(), tmp_path / "run", stop_at=3)
+    train(tiny({"train.log_every": 10}), tmp_path / "run", stop_at=3)
     changes = {"schedule.lr": 1e-2, "train.log_every": 5}
     resume(tmp_path / "run", changes=changes, override=True)
     (event,) = [row for row in rows(tmp_path / "run", "events") if row["event"] == "resume"]
