@@ -5,6 +5,7 @@ here, in one place, an error becomes one line on standard error and an exit code
 """
 
 import contextlib
+import difflib
 import importlib
 import os
 import pkgutil
@@ -26,8 +27,11 @@ class _Commands(click.Group):
         return sorted(name.replace("_", "-") for name in names if not name.startswith("_"))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in self.list_commands(ctx):
-            return None
+        known = self.list_commands(ctx)
+        if cmd_name not in known:
+            near = difflib.get_close_matches(cmd_name, known, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(known)}"
+            raise click.UsageError(f"no command '{cmd_name}'; {hint}")
         module = importlib.import_module(f"gru_ref.cli.{cmd_name.replace('-', '_')}")
         command: click.Command = module.command
         return command
@@ -65,7 +69,7 @@ def run(args: Sequence[str]) -> int:
         return _fail(str(error), error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         return _fail("interrupted", 130)
-    except BrokenPipeError:
+    except (BrokenPipeError, SystemExit):  # click and rich exit where the reader of the output went away
         return _after_broken_pipe()
     except OSError as error:  # of the output, on a full disk say; files have errors of their own
         return _fail(f"{error.filename or 'output'}: {error.strerror or error}", 1)

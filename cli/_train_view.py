@@ -141,7 +141,7 @@ class TrainView:
             self.progress.start()
 
     def _on_step(self, event: Event) -> None:
-        figures = _figures(event)
+        figures = _figures(event, short=self.progress is not None and self.console.width < 100)
         if self.progress is not None:
             self.progress.update(self.progress.task_ids[0], completed=event["step"], figures=figures)
         elif event["step"] % self.log_every == 0 or event["step"] in (1, self.steps):
@@ -186,7 +186,7 @@ def _progress(console: Any) -> "Progress":
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     return Progress(
-        BarColumn(bar_width=20),
+        BarColumn(bar_width=20 if console.width >= 100 else 5),
         MofNCompleteColumn(),
         TextColumn("{task.fields[figures]}", markup=False),
         TimeRemainingColumn(),
@@ -195,14 +195,16 @@ def _progress(console: Any) -> "Progress":
     )
 
 
-def _figures(event: Event) -> str:
+def _figures(event: Event, short: bool = False) -> str:
     def number(value: float | None, form: str) -> str:
         return "-" if value is None or not math.isfinite(value) else format(value, form)
 
-    return (
-        f"loss {number(event['loss'], '.4f')}  bpb {number(event['bpb'], '.3f')}  lr {event['lr']:.2e}  "
-        f"norm {number(event['grad_norm'], '.2f')}  {event['tokens_per_second']:,.0f} tok/s"
-    )
+    loss, norm = number(event["loss"], ".4f"), number(event["grad_norm"], ".2f")
+    speed = f"{event['tokens_per_second']:,.0f} tok/s"
+    if short:  # what fits into 80 columns beside the step and the time left
+        return f"loss {loss} lr {event['lr']:.1e} |g| {norm} {speed}"
+    bpb = number(event["bpb"], ".3f")
+    return f"loss {loss}  bpb {bpb}  lr {event['lr']:.2e}  norm {norm}  {speed}"
 
 
 def _clock(seconds: float) -> str:

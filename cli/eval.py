@@ -36,8 +36,8 @@ def command(
     """Loss, bits per byte, top-1 and top-5 on a text.
 
     From a run directory the newest checkpoint is taken. All of the text but its first token is predicted,
-    window by window, each from the zero state: a longer --seq-len gives more context, the batch size changes
-    nothing but speed.
+    window by window, each from the zero state: a longer --seq-len gives more context, the batch size only
+    speed and last bits.
     """
     from gru_ref.checkpoint import load_checkpoint
     from gru_ref.checkpoint.find import newest_checkpoint

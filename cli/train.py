@@ -20,7 +20,7 @@ _NAMED = {
     "seq_len": ("train.seq_len", int, "Tokens in a window."),
     "accumulation": ("train.accumulation", int, "Micro-batches in a step."),
     "seed": ("train.seed", int, "Seed of weights, data order, dropout and samples."),
-    "tokenizer": ("data.tokenizer", str, "ascii100 or bytes."),
+    "tokenizer": ("data.tokenizer", str, "ascii100, bytes, or ids for a .bin."),
     "val_fraction": ("data.val_fraction", float, "Last share of the text kept for validation."),
     "lr": ("schedule.lr", float, "Peak learning rate."),
     "warmup": ("schedule.warmup", float, "Warm-up: steps, or a share below 1."),
@@ -74,6 +74,8 @@ def command(
     step, writes a checkpoint and prints the line that resumes.
     """
     options = _options(named, data, val_data, carry_state, assignments)
+    if config_file is not None and not config_file.endswith(".toml"):
+        raise click.UsageError(f"{config_file}: a configuration ends in .toml; text goes with --data")
     if resume_path is not None:
         for value, name in ((config_file, "CONFIG.toml"), (preset, "--preset"), (out, "--out")):
             if value is not None:
@@ -132,8 +134,8 @@ def _options(
 class _Signals:
     """While a run lasts: the first Ctrl-C, SIGTERM or SIGHUP asks it to stop, a second one quits at once.
 
-    One that is ignored, as nohup asks for SIGHUP, stays ignored. A second SIGHUP means nothing: closing a
-    terminal sends one from the system and one from the shell.
+    SIGHUP stays ignored where nohup asked for that; the others count even where a script's & ignores them.
+    A second SIGHUP means nothing: closing a terminal sends one from the system and one from the shell.
     """
 
     def __init__(self) -> None:
@@ -143,7 +145,7 @@ class _Signals:
 
     def __enter__(self) -> "_Signals":
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._handle)
         return self
 

@@ -301,6 +301,9 @@ def flatten(tables: dict[str, Any], where: str) -> dict[str, Any]:
     flat = {}
     for table, values in tables.items():
         if table not in known:
+            homes = [key for key in keys() if key.endswith(f".{table}")]
+            if homes:
+                raise ConfigError(f"{where}: '{table}' belongs in a table; write {homes[0]}")
             raise _unknown(table, known, "table", where)
         if not isinstance(values, dict):
             raise ConfigError(f"{where}: '{table}' must be a table, write [{table}]")
@@ -341,7 +344,7 @@ def load(
     if file is not None:
         try:
             # a file name in it need not be UTF-8; such a byte stays a surrogate, as in Python's paths
-            text = Path(file).read_text("utf-8", errors="surrogateescape")
+            text = Path(file).read_text("utf-8", errors="surrogateescape").removeprefix("\ufeff")
         except OSError as error:
             raise ConfigError(f"{file}: cannot read the configuration: {error.strerror}") from None
         config = merge(config, _read_toml(text, str(file)), str(file))
@@ -353,6 +356,8 @@ def load(
 def check(config: Config) -> None:
     """Raise ConfigError for settings that are fine alone and contradict each other."""
     model, train, schedule = config.model, config.train, config.schedule
+    if "" in (*config.data.files, *config.data.val_files):
+        raise ConfigError("data.files and data.val_files: an empty name is no file")
     if model.tied and model.embedding not in (0, model.hidden):
         raise ConfigError(
             f"model.tied needs model.embedding = model.hidden: {model.embedding} is not {model.hidden}"
@@ -366,6 +371,17 @@ def check(config: Config) -> None:
             f"schedule.min_lr {schedule.min_lr:g} is above schedule.lr {schedule.lr:g}; lower it too, "
             f"as in --set schedule.min_lr={schedule.lr / 10:g}"
         )
+
+
+def validated(config: Config) -> Config:
+    """A configuration that was built by hand, with every value checked; raises ConfigError."""
+    if not isinstance(config, Config):
+        raise ConfigError(
+            f"config must be a gru_ref.Config, not {type(config).__name__}; see gru_ref.load_config"
+        )
+    config = from_dict(config.to_dict(), "config")
+    check(config)
+    return config
 
 
 def to_toml(config: Config) -> str:

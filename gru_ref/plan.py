@@ -27,10 +27,19 @@ def parameters(config: Config) -> list[Parameter]:
 
 
 def memory(config: Config) -> dict[str, int]:
-    """Bytes that a training step holds at once, by purpose, in fp32; see `activation_floats` of the model."""
-    n = sum(parameter.count for parameter in parameters(config))
+    """Bytes that a training step holds at once, by purpose; see `activation_floats` of the model.
+
+    The optimizer needs four temporaries of the size of what it updates, the matrices and then the rest, but
+    only after the activations are gone. Copies rounded to fp16 or bf16, and dropout's, are not counted.
+    """
+    rows = parameters(config)
+    n = sum(row.count for row in rows)
     train = config.train
     floats = family(config.model.kind).activation_floats(config.model, train.seq_len, train.batch_size)
+    largest_update = max(
+        sum(row.count for row in rows if row.decayed is decayed) for decayed in (True, False)
+    )
+    floats = max(floats, 4 * largest_update)
     return {
         "parameters": 4 * n,
         "gradients": 4 * n,

@@ -26,14 +26,15 @@ SHAPES = {
 def phases(schedule: ScheduleConfig, total: int) -> tuple[int, int, int]:
     """(W, D, S): warm-up steps, decay steps and length in steps, shares turned into steps.
 
-    A run that is shorter than its warm-up ends on the ramp. Raises ConfigError where the phases do not fit.
+    A decay given as a share has at least one step, and gives way to the warm-up; a run that is shorter than
+    its warm-up ends on the ramp. Raises ConfigError where a decay given in steps does not fit.
     """
     total = schedule.steps or total
-    warmup, decay = (
-        round(length * total) if length < 1 else round(length) for length in (schedule.warmup, schedule.decay)
-    )
-    if max(schedule.warmup, schedule.decay) < 1 and schedule.warmup + schedule.decay <= 1:
-        decay = min(decay, total - warmup)  # two halves of 3 steps are both rounded up to 2
+    warmup = round(schedule.warmup * total) if schedule.warmup < 1 else round(schedule.warmup)
+    if 0 < schedule.decay < 1:
+        decay = min(max(round(schedule.decay * total), 1), max(total - max(warmup, 1), 0))
+    else:
+        decay = round(schedule.decay)
     if schedule.name in ("cosine", "linear"):
         decay = max(total - warmup, 0)
     elif schedule.name == "constant":

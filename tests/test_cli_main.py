@@ -67,3 +67,22 @@ def test_every_file_of_the_folder_is_a_command_with_help(capsys):
     for name in cli.cli.list_commands(None):
         assert cli.run([name, "--help"]) == 0
         assert f"Usage: gru-ref {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["trian"], "no command 'trian'; did you mean 'train'?"),
+        (["train", "book.txt"], "book.txt: a configuration ends in .toml; text goes with --data"),
+        (["train", "--data", ""], "data.files and data.val_files: an empty name is no file"),
+    ],
+)
+def test_a_slip_of_the_hand_gets_one_line_that_helps(arguments, line, capsys):
+    assert cli.run(arguments) == 2
+    assert capsys.readouterr().err == f"gru-ref: error: {line}\n"
+
+
+def test_a_key_outside_its_table_and_a_byte_order_mark_in_toml(tmp_path, capsys):
+    (tmp_path / "a.toml").write_text("\ufeffsteps = 3\n")
+    assert cli.run(["train", str(tmp_path / "a.toml")]) == 2
+    assert "'steps' belongs in a table; write train.steps" in capsys.readouterr().err

@@ -38,6 +38,7 @@ def save(path, model, tokenizer, seq_len=16):
     path.parent.mkdir(parents=True, exist_ok=True)
     config = Config().replace("data", tokenizer=tokenizer).replace("train", seq_len=seq_len, batch_size=4)
     trainer = {name.rpartition("/")[2]: 0 for name in SCALARS if name.startswith("/trainer/")}
+    trainer["seed"] = Config().train.seed
     optimizer = {"step": 0, "mu_product": 1.0}
     checkpoint = Checkpoint(replace(config, model=model.config), model.arena.param, {}, optimizer, trainer)
     save_checkpoint(path, checkpoint)

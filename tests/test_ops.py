@@ -706,3 +706,14 @@ def test_clipping_scales_to_the_largest_norm_and_never_up(max_norm, factor):
     grads = np.array([3.0, 4.0], np.float32)
     assert clip.clip(grads, clip.global_norm([grads]), max_norm) is None
     assert grads.tolist() == [3 * factor, 4 * factor]
+
+
+@pytest.mark.parametrize("backend", ["numpy", "numba"])
+def test_cross_entropy_of_an_ignored_row_has_no_gradient_whatever_its_logits(backend):
+    ops = Backend(backend)
+    logits = np.array([[np.nan, np.inf, 1.0], [1.0, 2.0, 3.0]])
+    with np.errstate(invalid="ignore"):
+        _, cache = ops.cross_entropy.forward(logits, np.array([-1, 2]))
+        dlogits, _ = ops.cross_entropy.backward(np.ones(2), cache)
+    assert dlogits[0].tolist() == [0, 0, 0]
+    assert np.isfinite(dlogits[1]).all()

@@ -1,8 +1,9 @@
 """A run that was stopped and resumed is the run that never stopped, to the last bit (R01, R02, R05, R07)."""
 
 import dataclasses
-import os
+import io
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from gru_ref.errors import CheckpointError, ConfigError, DataError, RunDirectory
 from gru_ref.models.gru_lm import GRULM
 from gru_ref.schedules import learning_rate
 from gru_ref.training import resume, train
-from gru_ref.training.loop import changed_config
+from gru_ref.training.loop import available_cores, changed_config
 from gru_ref.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("short_samples")
@@ -158,7 +159,7 @@ def test_a_run_can_be_resumed_from_another_folder(tiny, tmp_path, monkeypatch):
     train(tiny({"data.files": ["text.txt"], "run.threads": 0}), "run", stop_at=3)
     config = load_checkpoint("run/checkpoints/step-00000003.h5").config
     assert config.data.files == (str(tmp_path / "text.txt"),)
-    assert config.run.threads == len(os.sched_getaffinity(0))
+    assert config.run.threads == available_cores()
     monkeypatch.chdir("elsewhere")
     assert resume("../run").finished
 
@@ -397,7 +398,7 @@ def test_a_run_can_go_on_from_an_earlier_checkpoint(tiny, tmp_path, timeless, al
     # What came after it is out of the way, or the next resume would take it for the newest.
     assert all_verify(run) == [0, 2, 3]
     assert result.checkpoint == checkpoint_at(run, 3)
-    aside = sorted(path.name for path in (run / "checkpoints/set-aside").iterdir())
+    aside = sorted(path.name for path in (run / "checkpoints/set-aside/run-001").iterdir())
     assert aside == [f"step-{step:08d}.h5{end}" for step in (4, 6, 8) for end in ("", ".md5")]
     assert [row["step"] for row in timeless(run)] == [1, 2, 3]
     assert resume(run).step == 8
@@ -462,3 +463,21 @@ def test_only_the_configuration_of_the_checkpoint_counts(tiny, tmp_path):
     kept.write_text(kept.read_text().replace("lr = 0.02", "lr = 0.5"))
     resume(tmp_path / "run")
     assert configuration.load(file=kept).schedule.lr == 0.02
+
+
+def test_each_branch_that_is_set_aside_is_kept(tiny, tmp_path):
+    run = tmp_path / "run"
+    train(tiny({"train.checkpoint_every": 2}), run)
+    for lr in (1e-2, 1e-3):
+        resume(checkpoint_at(run, 2), changes={"schedule.lr": lr, "schedule.min_lr": 1e-3}, override=True)
+    kept = sorted((run / "checkpoints" / "set-aside").glob("*/step-00000006.h5"))
+    assert [path.parent.name for path in kept] == ["run-001", "run-002"]
+    assert [load_checkpoint(path).config.schedule.lr for path in kept] == [2e-2, 1e-2]
+
+
+def test_a_run_on_standard_input_may_be_moved(tiny, tmp_path, text, monkeypatch):
+    with open(text, "rb") as raw:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(raw))
+        train(tiny({"data.files": ("-",)}), tmp_path / "run", stop_at=2)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert resume(tmp_path / "moved").finished

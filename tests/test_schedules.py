@@ -185,3 +185,14 @@ def test_the_schedule_may_be_longer_than_the_run():
     assert phases(schedule, 10) == (10, 90, 100)
     assert rates(schedule, 10) == [schedule.lr * (step / 10) for step in range(1, 11)]
     assert learning_rate(schedule, 100, 10) == schedule.min_lr
+
+
+@pytest.mark.parametrize("total", [2, 3, 4, 10, 300])
+def test_a_decay_given_as_a_share_reaches_the_minimum_in_the_shortest_run(total: int) -> None:
+    schedule = ScheduleConfig(lr=1.0, min_lr=0.1, warmup=0.05, decay=0.2)
+    assert learning_rate(schedule, total, total) == 0.1
+
+
+def test_a_decay_given_as_a_share_gives_way_to_a_longer_warmup() -> None:
+    schedule = ScheduleConfig(lr=1.0, min_lr=0.1, warmup=10, decay=0.2)
+    assert [learning_rate(schedule, step, 4) for step in (1, 4)] == [0.1, 0.4]

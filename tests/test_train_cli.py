@@ -45,7 +45,13 @@ def gru_ref(*args, **options):
 
 def start(*args, **options):
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "bufsize": 0, **options}
-    return subprocess.Popen([*COMMAND, *map(os.fspath, args)], env=ENVIRONMENT, **options)
+    command = [*COMMAND, *map(os.fspath, args)]
+    return subprocess.Popen(command, env=ENVIRONMENT, preexec_fn=hear_hangups, **options)
+
+
+def hear_hangups():
+    """Whatever started the tests, nohup say, may have asked to ignore it."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def wait_for(process, line):

@@ -18,7 +18,7 @@ from gru_ref.data.windows import Windows
 from gru_ref.errors import ConfigError, DataError, RunDirectoryError, RunError
 from gru_ref.models.gru_lm import GRULM
 from gru_ref.schedules import learning_rate
-from gru_ref.training import Stop, train
+from gru_ref.training import Stop, resume, train
 from gru_ref.training.evaluation import evaluate
 from gru_ref.training.run_directory import RunDirectory, next_free
 from gru_ref.training.step import train_step
@@ -238,13 +238,8 @@ def test_a_skipped_step_of_the_last_epoch_does_not_train_on_nothing(tiny, tmp_pa
     config = tiny({"data.val_fraction": 0, "train.steps": 0, "train.epochs": 1.0})
     result = train(config, tmp_path / "run")
     assert (result.step, result.finished) == (3, True)
-    assert [(row["step"], row["skipped"]) for row in rows(tmp_path / "run")] == [
-        (1, 0),
-        (2, 1),
-        (2, 1),
-        (3, 1),
-        (4, 2),
-    ]
+    assert [(row["step"], row["skipped"]) for row in rows(tmp_path / "run")] == [(1, 0), (2, 1), (3, 1)]
+    assert [event["step"] for event in events_of(rows, tmp_path / "run", "skipped")] == [2, 4]
     assert all(row["tokens_per_second"] > 0 for row in rows(tmp_path / "run"))
     assert load_checkpoint(result.checkpoint).trainer["cursor"] == 10
 
@@ -271,9 +266,8 @@ def test_a_skipped_step_is_counted_and_consumes_its_batch(tiny, tmp_path, rows, 
     train(tiny({"train.checkpoint_every": 1, "train.steps": 4}), tmp_path / "run")
     run = tmp_path / "run"
     table = rows(run)
-    assert [(row["step"], row["skipped"]) for row in table] == [(1, 0), (2, 0), (3, 1), (3, 1), (4, 1)]
-    assert (table[2]["loss"], table[2]["grad_norm"], table[2]["bpb"]) == (None, None, None)
-    assert [row["tokens"] for row in table] == [16, 32, 32, 48, 64]
+    assert [(row["step"], row["skipped"]) for row in table] == [(1, 0), (2, 0), (3, 1), (4, 1)]
+    assert [row["tokens"] for row in table] == [16, 32, 48, 64]
     (skipped,) = events_of(rows, run, "skipped")
     assert (skipped["step"], skipped["in_a_row"]) == (3, 1)
     assert skipped["nonfinite"].startswith("gradient of ")
@@ -291,21 +285,26 @@ def test_too_many_skipped_steps_end_the_run_and_name_the_last_good_checkpoint(
     with pytest.raises(RunError, match=f"3 steps in a row .*after step 3.* checkpoint is {last}; a lower"):
         train(tiny({"train.checkpoint_every": 2, "train.max_skipped": 3}), tmp_path / "run")
     assert all_verify(tmp_path / "run") == [0, 2]
-    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4, 4, 4]
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3]
 
 
-def test_a_stop_waits_for_a_skipped_step(tiny, tmp_path, rows, poison):
-    """A checkpoint in between would be resumed without the rows of the attempts before it."""
+def test_a_stop_does_not_wait_for_a_skipped_step_and_loses_nothing(tiny, tmp_path, rows, poison):
+    """The batch that was skipped is used up: the checkpoint of the same step is written anew."""
     poison(3)
     stop = Stop()
     result = train(
-        tiny(),
+        tiny({"train.checkpoint_every": 2}),
         tmp_path / "run",
         stop=stop,
         observer=lambda event: stop.request() if event["event"] == "skipped" else None,
     )
-    assert (result.step, result.finished) == (3, False)
-    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 3]
+    assert (result.step, result.finished) == (2, False)
+    assert load_checkpoint(result.checkpoint).trainer["cursor"] == 6
+    assert resume(tmp_path / "run").finished
+    poison(3)
+    train(tiny({"train.checkpoint_every": 2}), tmp_path / "straight")
+    ends = [checkpoint_at(tmp_path / run, 6).read_bytes() for run in ("run", "straight")]
+    assert ends[0] == ends[1]
 
 
 def test_weights_that_overflow_are_never_saved(tiny, tmp_path, all_verify):
@@ -562,3 +561,33 @@ def test_a_full_disk_is_one_line_and_the_older_checkpoint_is_whole(tiny, tmp_pat
     assert len(child.stderr.splitlines()) == 1
     assert all_verify(tmp_path / "run") == [0]
     assert verify_checkpoint(checkpoint_at(tmp_path / "run", 0)).notes == []
+
+
+# A configuration built by hand
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("optimizer", {"name": "sgd"}), "optimizer.name must be one of nadam, adamw, not 'sgd'"),
+        (("schedule", {"name": "foo"}), "schedule.name must be one of"),
+        (("train", {"batch_size": 0}), "train.batch_size must be at least 1"),
+        (("model", {"dropout": 1.5}), "model.dropout must be at least 0 and below 1"),
+        (("data", {"files": ("",)}), "an empty name is no file"),
+    ],
+)
+def test_a_wrong_configuration_is_refused_before_anything_is_written(tiny, tmp_path, change, message):
+    table, values = change
+    with pytest.raises(ConfigError, match=message):
+        train(tiny().replace(table, **values), tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"must be a gru_ref\.Config, not str; see gru_ref\.load_config"):
+        train("x.toml", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_with_files_of_someone_elses_is_refused_and_left_alone(tiny, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.toml").write_text("mine")
+    with pytest.raises(RunDirectoryError, match=r"holds config\.toml, which would be overwritten"):
+        train(tiny(), tmp_path / "mine")
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["config.toml"]

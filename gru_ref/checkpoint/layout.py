@@ -83,7 +83,7 @@ def to_datasets(checkpoint: Checkpoint) -> dict[str, Array]:
     datasets |= {path: _scalar(path, value, types.get(path, "<f8")) for path, value in scalars.items()}
     found = {path: facts(array) for path, array in datasets.items()}
     problems = layout_problems(found, checkpoint.config, int(checkpoint.trainer.get("step", 0)))
-    problems = problems or scalar_problems(scalars)
+    problems = problems or scalar_problems(scalars, checkpoint.config)
     for path, array in tensors.items():
         problems = problems or tensor_problems(path, array)
     if problems:
@@ -153,8 +153,8 @@ def layout_problems(found: Mapping[str, Facts], config: Config, step: int) -> li
     return problems
 
 
-def scalar_problems(scalars: Mapping[str, Scalar]) -> list[str]:
-    """One line for each scalar with a value that no run produces; the paths are those of the layout."""
+def scalar_problems(scalars: Mapping[str, Scalar], config: Config) -> list[str]:
+    """One line for each scalar with a value that no run of this config produces."""
     floats = {**NADAM_SCALARS, **BEST_SCALARS}
     problems = [
         f"{path}: {value}, expected a finite number"
@@ -169,7 +169,17 @@ def scalar_problems(scalars: Mapping[str, Scalar]) -> list[str]:
     step = scalars["/trainer/step"]
     if scalars["/optimizer/step"] != step:
         problems.append(f"/optimizer/step: {scalars['/optimizer/step']}, expected {step} as in /trainer/step")
-    # A product of factors below 1 underflows to 0 after some 7,000 steps, so 0 is honest.
+    if scalars["/trainer/seed"] != config.train.seed:
+        problems.append(
+            f"/trainer/seed: {scalars['/trainer/seed']}, expected the config's {config.train.seed}"
+        )
+    if scalars["/trainer/micro_step"] < step:
+        problems.append(f"/trainer/micro_step: {scalars['/trainer/micro_step']}, expected at least {step}")
+    lanes = config.train.batch_size * config.train.accumulation if config.train.carry_state else 1
+    if scalars["/trainer/cursor"] % lanes:
+        problems.append(
+            f"/trainer/cursor: {scalars['/trainer/cursor']}, expected a multiple of {lanes} lanes"
+        )
     product = scalars.get("/optimizer/mu_product", 1.0)
     if np.isfinite(product) and not 0 <= product <= 1:
         problems.append(f"/optimizer/mu_product: {product}, expected 0 to 1")

@@ -96,7 +96,7 @@ def examine(
         has_moments = any(name.startswith("/optimizer/m/") for name in numbers)
         step = int(scalars.get("/trainer/step", has_moments))  # a missing step is the only problem then
         problems = layout.layout_problems(numbers, config, step)
-        for problem in problems or layout.scalar_problems(scalars):
+        for problem in problems or layout.scalar_problems(scalars, config):
             report(problem)
         named = {problem.partition(":")[0] for problem in problems}
         reader.check_manifest(named)

@@ -17,6 +17,7 @@ from gru_ref import random
 from gru_ref.arena import Arena
 from gru_ref.backend import Backend
 from gru_ref.config import ModelConfig
+from gru_ref.errors import ConfigError
 from gru_ref.models import padded_vocab
 from gru_ref.types import Array
 
@@ -69,6 +70,10 @@ class GRULM:
         precision: str = "fp32",
         dtype: Any = np.float32,
     ) -> None:
+        if config.vocab_size < 1:
+            raise ConfigError(
+                "model.vocab_size must be at least 1: the tokenizer's, such as 100 for ascii100"
+            )
         self.config = config
         self.seed = seed
         self.ops = backend or Backend("numpy")

@@ -50,7 +50,8 @@ def backward(dloss: Array, cache: tuple[Any, ...]) -> tuple[Array, None]:
     dz = np.exp(log_p)
     dz[np.arange(N), targets.clip(0)] -= 1 - label_smoothing
     dz -= label_smoothing / V
-    dz *= (dloss * (targets != IGNORE))[:, None]
+    dz *= dloss[:, None]
+    dz[targets == IGNORE] = 0  # not a product with 0, which would keep a NaN
     if padded_size == V:
         return dz, None
     dlogits = np.zeros((N, padded_size), dz.dtype)

@@ -3,7 +3,7 @@
     loss = Σ nats / counted targets            BPB = Σ nats / (ln 2 · bytes of the counted targets)
 
 Every window starts from the zero state, without dropout; sums are in fp64, so how the windows are cut into
-batches does not matter.
+batches matters only as far as products of other sizes round differently.
 """
 
 import math

@@ -5,6 +5,7 @@ are due, and only then the question whether to stop. So a run that was stopped a
 what one that never stopped had done by then.
 """
 
+import dataclasses
 import math
 import os
 import time
@@ -100,7 +101,7 @@ def resume(
     path = os.path.abspath(path)
     with RunDirectory.resume(newest_checkpoint(path).parent.parent) as run:
         checkpoint_path = newest_checkpoint(path)  # again, now that no one else can add one
-        checkpoint = _load(checkpoint_path)
+        checkpoint = _at_home(_load(checkpoint_path), run)
         config = changed_config(checkpoint.config, changes or {}, override=override)
         with _threads(config):
             loop = _Loop(run, Trainer.restore(checkpoint, config), observer, stop or Stop(), stop_at)
@@ -116,6 +117,16 @@ def _load(path: Path) -> Checkpoint:
         at = names.index(path.name) if path.name in names else 0
         hint = f"; to go on from the one before it: --resume {path.with_name(names[at - 1])}" if at else ""
         raise CheckpointError(f"{error}{hint}") from None
+
+
+def _at_home(checkpoint: Checkpoint, run: RunDirectory) -> Checkpoint:
+    """Text that was kept from standard input lies in the run directory, wherever that was moved."""
+    for key, name in (("files", STDIN), ("val_files", STDIN_VALIDATION)):
+        names = [os.path.basename(path) for path in getattr(checkpoint.config.data, key)]
+        if names == [name] and (run.path / name).exists():
+            kept = {key: (os.path.abspath(run.path / name),)}
+            checkpoint = dataclasses.replace(checkpoint, config=checkpoint.config.replace("data", **kept))
+    return checkpoint
 
 
 def changed_config(config: Config, changes: dict[str, Any], *, override: bool = False) -> Config:
@@ -143,12 +154,18 @@ def changed_config(config: Config, changes: dict[str, Any], *, override: bool = 
 
 def _resolve(config: Config) -> Config:
     """Fill in what depends on this machine: the threads, and absolute paths so that a resume finds them."""
-    threads = config.run.threads or len(os.sched_getaffinity(0))
+    config = configuration.validated(config)
+    threads = config.run.threads or available_cores()
     files, val_files = (
         tuple(name if name == "-" else os.path.abspath(name) for name in names)
         for names in (config.data.files, config.data.val_files)
     )
     return config.replace("run", threads=threads).replace("data", files=files, val_files=val_files)
+
+
+def available_cores() -> int:
+    """The cores this process may use; all of them where the system cannot tell (macOS)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _threads(config: Config) -> AbstractContextManager[Any]:
@@ -175,6 +192,7 @@ class _Loop:
         self.run, self.trainer, self.stop, self.stop_at = run, trainer, stop, stop_at
         self.observer: Callable[[Event], None] = observer or (lambda event: None)
         self.saved: Path | None = None
+        self.saved_cursor = trainer.cursor
         self.evaluation: Evaluation | None = None
 
     def run_from_start(self) -> TrainResult:
@@ -224,7 +242,7 @@ class _Loop:
             if last or _due(trainer.step, config.checkpoint_every):
                 self._save()
         if not trainer.finished:
-            if self.saved != self.run.checkpoint_path(trainer.step):
+            if self.saved_cursor != trainer.cursor:
                 self._save()
             self._event("stopped", step=trainer.step, reason=self.stop.reason or f"--stop-at {self.stop_at}")
         else:
@@ -232,8 +250,6 @@ class _Loop:
         return self._result()
 
     def _stopping(self) -> bool:
-        if self.trainer.skipped_in_a_row:  # a skipped step is tried until it is done or given up
-            return False
         return self.stop.reason is not None or 0 < self.stop_at <= self.trainer.step
 
     def _advance(self) -> StepResult:
@@ -241,8 +257,9 @@ class _Loop:
             row, result = self.trainer.advance()
         except RunError as error:
             raise self._giving_up(str(error)) from None
-        self.run.append(METRICS, row)
-        self.observer({"event": "step", **row})
+        if result.nonfinite is None:
+            self.run.append(METRICS, row)
+            self.observer({"event": "step", **row})
         return result
 
     def _skipped(self, culprit: str) -> None:
@@ -275,7 +292,7 @@ class _Loop:
         started = time.perf_counter()
         path = self.run.checkpoint_path(self.trainer.step)
         n_bytes = save_checkpoint(path, self.trainer.checkpoint())
-        self.saved = path
+        self.saved, self.saved_cursor = path, self.trainer.cursor
         seconds = time.perf_counter() - started
         self._event("checkpoint", step=self.trainer.step, path=str(path), bytes=n_bytes, seconds=seconds)
         self._prune()

@@ -5,7 +5,7 @@
     events.jsonl                        what happened: evaluations, checkpoints, skipped steps, resumes
     samples.jsonl                       generated text
     checkpoints/step-00001000.h5        with .md5 beside it
-    checkpoints/set-aside/              those after the checkpoint that a resume was told to go on from
+    checkpoints/set-aside/run-001/      those after the checkpoint that a resume was told to go on from
     stdin.h5  stdin-validation.h5       text that was read from standard input
     run.lock                            held by the process that writes here
 
@@ -61,6 +61,7 @@ class RunDirectory:
         Folders made here are removed again where the run ends before it wrote its configuration.
         """
         run = cls(Path(path))
+        run._refuse_if_begun()
         made = [folder for folder in (run.path, *run.path.parents) if not folder.exists()]
         try:
             run.path.mkdir(parents=True, exist_ok=True)
@@ -187,12 +188,13 @@ class RunDirectory:
     def set_aside_after(self, step: int) -> list[str]:
         """Move the checkpoints after `step` out of the way, so that none is later taken for the newest."""
         later = [path for path in checkpoints_of(self.path) if int(path.stem.removeprefix("step-")) > step]
+        aside = next_free(self.path / "checkpoints" / "set-aside")
         try:
             for path in later:
-                (path.parent / "set-aside").mkdir(exist_ok=True)
+                aside.mkdir(parents=True, exist_ok=True)
                 for name in (path.name, path.name + ".md5"):
                     if (path.parent / name).exists():
-                        os.replace(path.parent / name, path.parent / "set-aside" / name)
+                        os.replace(path.parent / name, aside / name)
         except OSError as error:
             raise RunError(f"{error.filename}: cannot be moved: {error.strerror}") from None
         return [path.name for path in later]

@@ -46,12 +46,11 @@ def forward(
 def backward(dloss: Array, cache: tuple[Any, ...]) -> tuple[Array, None]:
     """As the definition."""
     log_p, targets, padded_size, label_smoothing = cache
-    scale = dloss * (targets != IGNORE)
     dlogits = np.empty((len(log_p), padded_size), log_p.dtype)
     _softmax_minus_target(
         for_kernel(log_p),
         for_kernel(targets, np.intp),
-        for_kernel(scale, log_p.dtype),
+        for_kernel(dloss, log_p.dtype),
         1 - label_smoothing,
         label_smoothing / log_p.shape[1],
         dlogits,
@@ -130,8 +129,10 @@ def _softmax_minus_target(
     V = log_p.shape[1]
     for i in range(len(targets)):
         row, out = log_p[i], dlogits[i]
+        if targets[i] == IGNORE:
+            out[:] = 0
+            continue
         for v in range(V):
             out[v] = (_exp(row[v]) - spread) * scale[i]
-        if targets[i] != IGNORE:
-            out[targets[i]] = (_exp(row[targets[i]]) - hit - spread) * scale[i]
+        out[targets[i]] = (_exp(row[targets[i]]) - hit - spread) * scale[i]
         out[V:] = 0
