@@ -20,21 +20,25 @@ from gru_ref.version import __version__
 
 
 class _Commands(click.Group):
-    """The folder is the list of commands."""
+    """The folder is the list of commands: `a_b.py` is a-b, `import_.py` is import, a word of Python's."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        names = (module.name for module in pkgutil.iter_modules(__path__))
-        return sorted(name.replace("_", "-") for name in names if not name.startswith("_"))
+        return sorted(self._modules())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        known = self.list_commands(ctx)
-        if cmd_name not in known:
-            near = difflib.get_close_matches(cmd_name, known, n=1)
-            hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(known)}"
+        modules = self._modules()
+        if cmd_name not in modules:
+            near = difflib.get_close_matches(cmd_name, modules, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(sorted(modules))}"
             raise click.UsageError(f"no command '{cmd_name}'; {hint}")
-        module = importlib.import_module(f"gru_ref.cli.{cmd_name.replace('-', '_')}")
-        command: click.Command = module.command
+        command: click.Command = importlib.import_module(f"gru_ref.cli.{modules[cmd_name]}").command
         return command
+
+    @staticmethod
+    def _modules() -> dict[str, str]:
+        """Each command's name with that of its file."""
+        names = (module.name for module in pkgutil.iter_modules(__path__))
+        return {name.rstrip("_").replace("_", "-"): name for name in names if not name.startswith("_")}
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -69,8 +73,10 @@ def run(args: Sequence[str]) -> int:
         return _fail(str(error), error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         return _fail("interrupted", 130)
-    except (BrokenPipeError, SystemExit):  # click and rich exit where the reader of the output went away
+    except BrokenPipeError:
         return _after_broken_pipe()
+    except SystemExit as end:  # click and rich exit with 1 where the reader of the output went away
+        return _after_broken_pipe() if end.code in (1, None) else int(end.code)
     except OSError as error:  # of the output, on a full disk say; files have errors of their own
         return _fail(f"{error.filename or 'output'}: {error.strerror or error}", 1)
     except MemoryError as error:

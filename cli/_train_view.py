@@ -100,8 +100,8 @@ class TrainView:
         names = [source["name"] for source in data["sources"]]
         files = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         self.line(
-            f"model: GRU, {model['layers']} × {model['hidden']}, {event['parameters']:,} parameters, "
-            f"vocabulary {event['vocab_size']} ({data['tokenizer']})"
+            f"model: {model['kind']}, {model['layers']} × {model['hidden']}, "
+            f"{event['parameters']:,} parameters, vocabulary {event['vocab_size']} ({data['tokenizer']})"
         )
         self.line(
             f"data: {files}: {data['tokens']:,} tokens, {event['train_windows']:,} windows to train on, "
@@ -171,8 +171,11 @@ class TrainView:
         )
 
     def _on_skipped(self, event: Event) -> None:
+        scale = event["loss_scale"]
+        lowered = "" if scale is None else f"; the loss scale is now {scale:g}"
         self.line(
-            f"step {event['step']} skipped: {event['nonfinite']} is not finite ({event['in_a_row']} in a row)"
+            f"step {event['step']} skipped: {event['nonfinite']} is not finite "
+            f"({event['in_a_row']} in a row){lowered}"
         )
 
     def _on_stopped(self, event: Event) -> None:

@@ -10,13 +10,13 @@ import click
 
 if TYPE_CHECKING:
     from gru_ref.data.corpus import Corpus
-    from gru_ref.models.gru_lm import GRULM
+    from gru_ref.models import LanguageModel
     from gru_ref.training.evaluation import Evaluation
 
 
 @click.command("eval")
 @click.argument("checkpoint", metavar="CKPT|RUN")
-@click.option("--data", multiple=True, metavar="F", help="Text, .gz, a folder, -, an encoded .h5, a .bin.")
+@click.option("--data", multiple=True, metavar="F", help="Text, .jsonl, .gz, a folder, -, an encoded .h5, …")
 @click.option(
     "--seq-len", type=click.IntRange(1), metavar="T", help="Tokens in a window; default as trained."
 )
@@ -36,12 +36,12 @@ def command(
     """Loss, bits per byte, top-1 and top-5 on a text.
 
     From a run directory the newest checkpoint is taken. All of the text but its first token is predicted,
-    window by window, each from the zero state: a longer --seq-len gives more context, the batch size only
+    window by window, each from the empty state: a longer --seq-len gives more context, the batch size only
     speed and last bits.
     """
     from gru_ref.checkpoint import load_checkpoint
     from gru_ref.checkpoint.find import newest_checkpoint
-    from gru_ref.checkpoint.restore import restore_model
+    from gru_ref.checkpoint.restore import restore_model, restore_tokenizer
     from gru_ref.data.corpus import load_corpus
     from gru_ref.errors import DataError, RunError, UsageError
 
@@ -50,7 +50,7 @@ def command(
     path = newest_checkpoint(checkpoint)
     loaded = load_checkpoint(path, weights_only=True)
     config = loaded.config
-    corpus = load_corpus(data, config.data.tokenizer, config.model.vocab_size)
+    corpus = load_corpus(data, restore_tokenizer(loaded))
     count = len(corpus.tokens)
     if count < 2:
         raise DataError(f"{data[0]}: has 1 token; at least 2 are needed, one of them to predict")
@@ -61,6 +61,10 @@ def command(
             err=True,
         )
     model = restore_model(loaded, kernels=kernels)
+    if seq_len is not None and model.context is not None and seq_len > model.context:
+        raise UsageError(
+            f"--seq-len {seq_len} is more than the {model.context} tokens the model looks back on"
+        )
     # a text shorter than a window is one window: the same figures without the padding
     seq_len = min(seq_len or config.train.seq_len, count - 1)
     started = time.perf_counter()
@@ -79,7 +83,7 @@ def command(
     click.echo(json.dumps(facts) if as_json else _table(facts))
 
 
-def _evaluate(model: "GRULM", corpus: "Corpus", seq_len: int, batch_size: int) -> "Evaluation":
+def _evaluate(model: "LanguageModel", corpus: "Corpus", seq_len: int, batch_size: int) -> "Evaluation":
     """All windows of the corpus, with a bar on standard error where that is a terminal."""
     from rich.console import Console
     from rich.progress import Progress

@@ -32,6 +32,7 @@ _CONTROLS = {c: f"\\x{c:02x}" for c in (*range(32), *range(127, 160)) if chr(c) 
     "--top-p", default=1.0, show_default=True, metavar="P", help="Keep the likeliest that make up P."
 )
 @click.option("--seed", default=1, show_default=True, help="The same seed gives the same text.")
+@click.option("--special-tokens", is_flag=True, help="For bpe: <|endoftext|> in the prompt is that token.")
 @click.option("--raw", is_flag=True, help="Write the bytes as they are, and no newline at the end.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object when all is done.")
 @click.option("--kernels", default="numpy", show_default=True, help="numpy or numba.")
@@ -44,6 +45,7 @@ def command(
     top_k: int,
     top_p: float,
     seed: int,
+    special_tokens: bool,
     raw: bool,
     as_json: bool,
     kernels: str,
@@ -55,8 +57,7 @@ def command(
     """
     from gru_ref.checkpoint import load_checkpoint
     from gru_ref.checkpoint.find import newest_checkpoint
-    from gru_ref.checkpoint.restore import restore_model
-    from gru_ref.data.tokenizers import get_tokenizer
+    from gru_ref.checkpoint.restore import restore_model, restore_tokenizer
     from gru_ref.errors import UsageError
     from gru_ref.generate import generate
 
@@ -65,10 +66,17 @@ def command(
     data = _prompt_bytes(prompt, prompt_file)
     path = newest_checkpoint(checkpoint)
     loaded = load_checkpoint(path, weights_only=True)
-    config = loaded.config
-    tokenizer = get_tokenizer(config.data.tokenizer, config.model.vocab_size)
+    tokenizer = restore_tokenizer(loaded)
+    if special_tokens:
+        tokenizer = tokenizer.with_special_tokens()
     prompt_ids = _prompt_ids(data, tokenizer)
     model = restore_model(loaded, kernels=kernels)
+    if model.context is not None and len(prompt_ids) > model.context:
+        click.echo(
+            f"gru-ref: the prompt has {len(prompt_ids):,} tokens and the model looks back on "
+            f"{model.context:,}: it reads the last ones",
+            err=True,
+        )
     settings: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     ids = generate(model, prompt_ids, n, **settings)
     if as_json:

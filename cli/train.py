@@ -20,7 +20,8 @@ _NAMED = {
     "seq_len": ("train.seq_len", int, "Tokens in a window."),
     "accumulation": ("train.accumulation", int, "Micro-batches in a step."),
     "seed": ("train.seed", int, "Seed of weights, data order, dropout and samples."),
-    "tokenizer": ("data.tokenizer", str, "ascii100, bytes, or ids for a .bin."),
+    "tokenizer": ("data.tokenizer", str, "ascii100, bytes, bpe or ids; default: the corpus's, or ascii100."),
+    "vocab": ("data.vocab", str, "For bpe: a folder with vocab.json and merges.txt, or a tokenizer.json."),
     "val_fraction": ("data.val_fraction", float, "Last share of the text kept for validation."),
     "lr": ("schedule.lr", float, "Peak learning rate."),
     "warmup": ("schedule.warmup", float, "Warm-up: steps, or a share below 1."),
@@ -43,8 +44,10 @@ def _named_options(function: Any) -> Any:
 
 @click.command("train")
 @click.argument("config_file", metavar="[CONFIG.toml]", required=False)
-@click.option("--preset", metavar="NAME", help="default or gru-l3-v3a.")
-@click.option("--data", multiple=True, metavar="FILE", help="Text, .gz, a folder, -, an encoded .h5, a .bin.")
+@click.option("--preset", metavar="NAME", help="default, gru-l3-v3a, gpt-16m or gpt2-124m.")
+@click.option(
+    "--data", multiple=True, metavar="FILE", help="Text, .jsonl, .gz, a folder, -, an encoded .h5, …"
+)
 @click.option("--val-data", multiple=True, metavar="FILE", help="Validate on this text instead of a share.")
 @click.option("--out", metavar="RUN", help="New run directory; without it runs/run-001 and so on.")
 @click.option("--resume", "resume_path", metavar="RUN", help="Go on with this run, or from its checkpoint.")
@@ -193,11 +196,13 @@ def _dry_run(config: "Config") -> int:
     from gru_ref import plan
     from gru_ref.cli._terminal import console
     from gru_ref.schedules import phases
-    from gru_ref.training.trainer import Data, total_steps
+    from gru_ref.training.trainer import Data, resolve_tokenizer, total_steps
 
-    data = Data(config)
-    config = config.replace("model", vocab_size=data.tokenizer.vocab_size)
-    steps = total_steps(config, data.train)
+    steps = config.train.steps
+    if config.data.files or not (steps and config.model.vocab_size):  # else it is all known without a text
+        data = Data(config)
+        config = resolve_tokenizer(config, data.tokenizer)
+        steps = total_steps(config, data.train)
     phases(config.schedule, steps)
     table = Table("parameter", "shape")
     table.add_column("count", justify="right")

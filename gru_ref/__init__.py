@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gru_ref.config import load as load_config  # noqa: F401 (in __all__ by _HOME)
     from gru_ref.errors import GruRefError as GruRefError
     from gru_ref.gradient_check import gradcheck as gradcheck
+    from gru_ref.models.gpt2 import GPT2 as GPT2
     from gru_ref.models.gru_lm import GRULM as GRULM
     from gru_ref.training import resume as resume
     from gru_ref.training import train as train
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Backend": "gru_ref.backend",
     "Config": "gru_ref.config",
+    "GPT2": "gru_ref.models.gpt2",
     "GRULM": "gru_ref.models.gru_lm",
     "GruRefError": "gru_ref.errors",
     "gradcheck": "gru_ref.gradient_check",

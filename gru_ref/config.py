@@ -21,27 +21,35 @@ from gru_ref.random import MAX_SEED
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of the model. Nothing here may change on resume."""
+    """The shape of the model. Nothing here may change on resume. Fields of other kinds keep their default."""
 
-    kind: str = "gru-lm"  # which file of gru_ref/models builds it
-    layers: int = 2  # stacked GRU layers, L
-    hidden: int = 256  # width of a layer's state, H
-    embedding: int = 0  # width of the embedding, E; 0 means the same as hidden
+    kind: str = "gru-lm"  # which file of gru_ref/models builds it: gru-lm or gpt2
+    layers: int = 2  # stacked GRU layers or transformer blocks, L
+    hidden: int = 256  # width of a layer, H (in gpt2.py C)
+    embedding: int = 0  # gru-lm: width of the embedding, E; 0 means the same as hidden
     vocab_size: int = 0  # true vocabulary V; 0 means as the tokenizer says
     vocab_padding: int = 1  # rows of the embedding and classifier are padded to a multiple of this
     tied: bool = False  # classifier weight is the embedding weight
-    reset_after: bool = True  # reset gate after the recurrent product (PyTorch, cuDNN), or before it (2014)
-    dropout: float = 0.0  # probability of zeroing an output between layers and before the classifier
+    reset_after: bool = True  # gru-lm: reset gate after the recurrent product (PyTorch), or before it (2014)
+    dropout: float = 0.0  # probability of zeroing a value, in the places that the model's file names
+    heads: int = 4  # gpt2: attention heads in a block, N
+    context: int = 0  # gpt2: most tokens it can look back on; 0 means the same as train.seq_len
+    bias: bool = True  # gpt2: offsets in the affine maps and norms of the blocks
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What is trained on. `files` names where it was read; a checkpoint also holds its md5s."""
+    """What is trained on. `files` names where it was read; a checkpoint also holds its md5s.
+
+    The tokenizer auto becomes that of an encoded corpus, ids for a .bin, bpe where `vocab` is given, ascii100
+    for other text.
+    """
 
     files: tuple[
         str, ...
     ] = ()  # text, .gz, folders, '-', encoded .h5, uint16 .bin; empty: the embedded corpus
-    tokenizer: str = "ascii100"  # ascii100 or bytes (ids for a .bin without text)
+    tokenizer: str = "auto"  # ascii100, bytes, bpe, ids (a .bin without text) or auto
+    vocab: str = ""  # bpe: where its vocabulary lies (gru_ref/data/bpe.py); an encoded corpus has its own
     val_fraction: float = 0.05  # last share of the tokens kept for validation; 0 turns it off
     val_files: tuple[str, ...] = ()  # validate on these instead
 
@@ -61,7 +69,9 @@ class TrainConfig:
     clip_norm: float = 1.0  # largest global gradient norm; 0 turns clipping off
     label_smoothing: float = 0.0  # ε in (1−ε)·NLL − (ε/V)·Σ log p
     seed: int = 1  # of every random stream
-    max_skipped: int = 10  # stop after this many non-finite steps in a row
+    max_skipped: int = 10  # stop after this many non-finite steps in a row, unless the loss scale was lowered
+    loss_scale: float = 65536.0  # fp16: the loss scale to start from, a power of two
+    loss_scale_growth: int = 2000  # fp16: good steps in a row after which the loss scale is doubled
     checkpoint_every: int = 500  # steps between checkpoints; 0: only at the start and the end
     keep_checkpoints: int = 0  # newest checkpoints kept beside the best; 0 keeps all
     eval_every: int = 100  # steps between validations; 0: only at the start and the end
@@ -133,8 +143,8 @@ class Config:
 
 
 CHOICES = {
-    "model.kind": ("gru-lm",),
-    "data.tokenizer": ("ascii100", "bytes", "ids"),
+    "model.kind": ("gru-lm", "gpt2"),
+    "data.tokenizer": ("auto", "ascii100", "bytes", "bpe", "ids"),
     "optimizer.name": ("nadam", "adamw"),
     "optimizer.variant": ("torch", "keras", "constant"),
     "schedule.name": ("wsd", "cosine", "linear", "constant"),
@@ -152,6 +162,8 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "model.vocab_size": (0, 2**16, True),
     "model.vocab_padding": (1, 2**16, True),
     "model.dropout": (0, 1, False),
+    "model.heads": (1, 2**16, True),
+    "model.context": (0, 2**24, True),
     "data.val_fraction": (0, 1, False),
     "train.steps": (0, 2**31, True),
     "train.epochs": (0, 1e9, True),
@@ -162,6 +174,8 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "train.label_smoothing": (0, 1, False),
     "train.seed": (0, MAX_SEED, True),
     "train.max_skipped": (1, 2**31, True),
+    "train.loss_scale": (1, 2**24, True),
+    "train.loss_scale_growth": (1, 2**31, True),
     "train.checkpoint_every": (0, 2**31, True),
     "train.keep_checkpoints": (0, 2**31, True),
     "train.eval_every": (0, 2**31, True),
@@ -180,6 +194,9 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "run.threads": (0, 4096, True),
 }
 
+# Fields of ModelConfig that only one kind has.
+FIELDS_OF_KIND = {"gru-lm": ("embedding", "reset_after"), "gpt2": ("heads", "context", "bias")}
+
 # What a resumed run may change. Whatever is in neither set needs `override`.
 FREE_ON_RESUME = frozenset(
     {
@@ -197,6 +214,7 @@ FREE_ON_RESUME = frozenset(
 FIXED_ON_RESUME = frozenset(
     {
         "data.tokenizer",
+        "data.vocab",
         "data.val_fraction",
         "train.seq_len",
         "train.carry_state",
@@ -348,20 +366,39 @@ def load(
         except OSError as error:
             raise ConfigError(f"{file}: cannot read the configuration: {error.strerror}") from None
         config = merge(config, _read_toml(text, str(file)), str(file))
-    config = merge(config, options or {}, "options")
+    config = with_context(merge(config, options or {}, "options"))
     check(config)
+    return config
+
+
+def with_context(config: Config) -> Config:
+    """The configuration with the context of a gpt2 filled in from the window, where it is 0."""
+    if config.model.kind == "gpt2" and config.model.context == 0:
+        return config.replace("model", context=config.train.seq_len)
     return config
 
 
 def check(config: Config) -> None:
     """Raise ConfigError for settings that are fine alone and contradict each other."""
     model, train, schedule = config.model, config.train, config.schedule
+    check_model(model)
     if "" in (*config.data.files, *config.data.val_files):
         raise ConfigError("data.files and data.val_files: an empty name is no file")
-    if model.tied and model.embedding not in (0, model.hidden):
+    if model.kind == "gpt2" and train.seq_len > model.context:
         raise ConfigError(
-            f"model.tied needs model.embedding = model.hidden: {model.embedding} is not {model.hidden}"
+            f"train.seq_len {train.seq_len} is longer than model.context {model.context}; lower the one, "
+            "or raise the other"
         )
+    if model.kind == "gpt2" and train.carry_state:
+        raise ConfigError(
+            "train.carry_state is for recurrent models; a gpt2 has no state that outlives its context"
+        )
+    if config.data.vocab and config.data.tokenizer not in ("auto", "bpe"):
+        raise ConfigError(
+            f"data.vocab goes with tokenizer bpe, not with {config.data.tokenizer}; leave one of them out"
+        )
+    if math.frexp(train.loss_scale)[0] != 0.5:
+        raise ConfigError(f"train.loss_scale must be a power of two, as 65536 is, not {train.loss_scale:g}")
     if train.steps and train.epochs:
         raise ConfigError("train.steps and train.epochs contradict each other; give one, set the other to 0")
     if schedule.lr <= 0:
@@ -371,6 +408,25 @@ def check(config: Config) -> None:
             f"schedule.min_lr {schedule.min_lr:g} is above schedule.lr {schedule.lr:g}; lower it too, "
             f"as in --set schedule.min_lr={schedule.lr / 10:g}"
         )
+
+
+def check_model(model: ModelConfig) -> None:
+    """Raise ConfigError for a shape that no model can have, and for a field that this kind does not have."""
+    for kind, names in FIELDS_OF_KIND.items():
+        for name in names if kind != model.kind else ():
+            if getattr(model, name) != getattr(ModelConfig, name):
+                raise ConfigError(
+                    f"model.{name} is of {kind} and not of {model.kind}; set it to "
+                    f"{str(getattr(ModelConfig, name)).lower()}, or leave it out"
+                )
+    if model.tied and model.embedding not in (0, model.hidden):
+        raise ConfigError(
+            f"model.tied needs model.embedding = model.hidden: {model.embedding} is not {model.hidden}"
+        )
+    if model.kind == "gpt2" and model.hidden % model.heads:
+        raise ConfigError(f"model.heads {model.heads} must divide model.hidden {model.hidden}")
+    if model.kind == "gpt2" and model.context == 0:
+        raise ConfigError("model.context must be at least 1: the most tokens that the model looks back on")
 
 
 def validated(config: Config) -> Config:

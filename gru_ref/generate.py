@@ -22,7 +22,7 @@ import numpy as np
 
 from gru_ref import random
 from gru_ref.errors import RunError, UsageError
-from gru_ref.models.gru_lm import GRULM
+from gru_ref.models import LanguageModel
 from gru_ref.types import Array
 
 PROMPT_CHUNK = 1024  # prompt tokens in one forward pass: bounds memory, changes nothing else
@@ -71,7 +71,7 @@ def check_settings(temperature: float, top_k: int, top_p: float) -> None:
 
 
 def generate(
-    model: GRULM,
+    model: LanguageModel,
     ids: Sequence[int] | Array,
     n: int,
     *,
@@ -81,9 +81,11 @@ def generate(
     seed: int = 1,
     start: int = 0,
 ) -> Iterator[int]:
-    """Yield the n tokens that follow the prompt `ids`, which has at least one; it may be of any length.
+    """Yield the n tokens that follow the prompt `ids`, which has at least one; both may be of any length.
 
-    The state starts at zero and is carried; nothing is cropped. start: the position of the first draw, for a
+    The state starts empty and is carried. A model with a `context` reads the last tokens of a longer prompt,
+    and once its state is full, the last `context` tokens of the text anew for each token; so every token
+    depends on those before it as if nothing were carried. start: the position of the first draw, for a
     caller that goes on from an earlier sample. Raises UsageError at once, RunError while generating.
     """
     check_settings(temperature, top_k, top_p)
@@ -102,7 +104,10 @@ def generate(
         raise UsageError(f"seed must lie in 0…2^64−1, not {seed}")
 
     def tokens() -> Iterator[int]:
-        state, pending = None, prompt.astype(np.int64)
+        context, text = model.context, prompt.astype(np.int64)
+        if context is not None:
+            text = text[-context:]
+        state, pending = None, text
         for position in range(start, start + n):
             with np.errstate(over="ignore", invalid="ignore"):  # `probabilities` reports what comes of it
                 for i in range(0, len(pending), PROMPT_CHUNK):
@@ -111,6 +116,11 @@ def generate(
             token = choose(logits[-1, 0, :V], temperature=temperature, top_k=top_k, top_p=top_p, u=u)
             yield token
             pending = np.array([token])
+            if context is not None:
+                text = np.append(text, token)
+                if len(text) > context:
+                    text = text[1:]
+                    state, pending = None, text
 
     return tokens()
 

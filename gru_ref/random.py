@@ -52,22 +52,23 @@ def philox4x32(counter: Array, key: tuple[int, int]) -> Array:
     return np.stack([c0, c1, c2, c3]).astype(np.uint32)
 
 
-def bits(n: int, *, seed: int, stream: int, step: int = 0, layer: int = 0) -> Array:
-    """The first `n` 32-bit draws at these coordinates: (n,) uint32.
+def bits(n: int, *, seed: int, stream: int, step: int = 0, layer: int = 0, start: int = 0) -> Array:
+    """The 32-bit draws of index start … start+n−1 at these coordinates: (n,) uint32.
 
     Raises ValueError where a coordinate does not fit its counter word.
     """
     if not 0 <= seed <= MAX_SEED:
         raise ValueError(f"seed must lie in 0…2^64−1, not {seed}")
-    for name, value in (("stream", stream), ("step", step), ("layer", layer), ("n // 4", n // 4)):
+    end = start + n
+    for name, value in (("stream", stream), ("step", step), ("layer", layer), ("n // 4", end // 4)):
         if not 0 <= value < 2**32:
             raise ValueError(f"{name} must lie in 0…2^32−1, not {value}")
-    blocks = -(-n // 4)
-    counter = np.empty((4, blocks), np.uint32)
-    counter[0] = np.arange(blocks, dtype=np.uint32)
+    block, end_block = start // 4, -(-end // 4)
+    counter = np.empty((4, end_block - block), np.uint32)
+    counter[0] = np.arange(block, end_block, dtype=np.uint32)
     counter[1], counter[2], counter[3] = layer, step, stream
     words = philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32))
-    return words.T.reshape(-1)[:n]
+    return words.T.reshape(-1)[start % 4 : start % 4 + n]
 
 
 def uniform(n: int, *, seed: int, stream: int, step: int = 0, layer: int = 0) -> Array:

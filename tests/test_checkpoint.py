@@ -26,8 +26,10 @@ from gru_ref.checkpoint import (
     verify_checkpoint,
     write,
 )
+from gru_ref.checkpoint.restore import restore_tokenizer
 from gru_ref.checkpoint.verify import statistics
 from gru_ref.config import Config
+from gru_ref.data.bpe import ALPHABET
 from gru_ref.errors import CheckpointError, RunError, UsageError
 from gru_ref.models import parameter_shapes
 from gru_ref.types import Array
@@ -154,7 +156,7 @@ def test_a_round_trip_gives_back_every_bit(tmp_path: Path, checkpoint: Checkpoin
     report = verify_checkpoint(a)
     assert report.ok
     assert report.notes == []
-    assert (report.step, report.format_version) == (checkpoint.trainer["step"], 1)
+    assert (report.step, report.format_version) == (checkpoint.trainer["step"], layout.FORMAT_VERSION)
     assert report.n_parameters == sum(w.size for w in checkpoint.model.values())
 
 
@@ -552,6 +554,80 @@ STRUCTURES = {
     "incomplete": (lambda f: f.attrs.__delitem__("complete"), "not complete: attribute complete"),
     "no md5": (lambda f: f.attrs.__delitem__("manifest_md5"), "attribute manifest_md5 is missing"),
 }
+
+
+def make_bpe(*special: str) -> Checkpoint:
+    """A checkpoint with a vocabulary of its own: the bytes, and what else is given."""
+    checkpoint = make(vocab_size=256 + len(special))
+    checkpoint.config = checkpoint.config.replace("data", tokenizer="bpe")
+    checkpoint.tokenizer = {"tokens": [*ALPHABET, *special], "merges": []}
+    return checkpoint
+
+
+def test_the_vocabulary_of_bpe_comes_back(tmp_path: Path) -> None:
+    """What decodes samples is in the checkpoint, and read with the weights alone too."""
+    path = tmp_path / "a.h5"
+    save_checkpoint(path, make_bpe("<|endoftext|>"))
+    for weights_only in (False, True):
+        loaded = load_checkpoint(path, weights_only=weights_only)
+        assert loaded.tokenizer == make_bpe("<|endoftext|>").tokenizer
+        assert restore_tokenizer(loaded).decode([68]) == b"D"
+    assert verify_checkpoint(path).ok
+    assert load_checkpoint(path).config.data.tokenizer == "bpe"
+
+
+def test_a_vocabulary_that_the_config_does_not_explain_is_not_written(tmp_path: Path) -> None:
+    without, needless = make_bpe(), make()
+    without.tokenizer = None
+    needless.tokenizer = make_bpe().tokenizer
+    for checkpoint, reason in ((without, "/tokenizer: missing"), (needless, "/tokenizer: not explained")):
+        with pytest.raises(CheckpointError, match=reason):
+            save_checkpoint(tmp_path / "a.h5", checkpoint)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f: f.__delitem__("tokenizer"), "/tokenizer: missing, expected for tokenizer 'bpe'"),
+        (lambda f: put(f, "/tokenizer", np.array(b"[]")), "/tokenizer: the vocabulary is not an object"),
+        (lambda f: put(f, "/tokenizer", np.array(b"{")), "/tokenizer: not valid JSON"),
+        (_link("/tokenizer", np.float32(1)), "/tokenizer: found float32 scalar, expected a text scalar"),
+        (_link("/tokenizer", h5py.SoftLink("/config")), "/tokenizer: a soft link"),
+        (
+            lambda f: put(f, "/tokenizer", np.array(layout.to_json(make_bpe("<a>").tokenizer).encode())),
+            "/tokenizer: model.vocab_size 256 is not the 257",
+        ),
+    ],
+)
+def test_a_vocabulary_that_does_not_fit_is_refused(
+    tmp_path: Path, change: Callable[[h5py.File], None], message: str
+) -> None:
+    """C02: weights for another vocabulary."""
+    path = tmp_path / "a.h5"
+    save_checkpoint(path, make_bpe())
+    edit(path, change, reseal="soft" not in message)
+    assert message in refusal(path)
+
+
+def test_a_file_of_the_first_format_version_is_read(path: Path) -> None:
+    """C13: what a later version added has its default there; any other missing key is an error."""
+
+    def as_version_1(file: h5py.File) -> None:
+        _version(np.int64(1))(file)
+        tables = json.loads(file["config"][()])
+        for key in layout.ADDED_KEYS[2]:
+            table, name = key.split(".")
+            del tables[table][name]
+        put(file, "/config", np.array(layout.to_json(tables).encode()))
+
+    before = load_checkpoint(path)
+    edit(path, as_version_1, reseal=True)
+    assert_same(load_checkpoint(path), before)
+    assert verify_checkpoint(path).format_version == 1
+    edit(path, _version(np.int64(layout.FORMAT_VERSION)))
+    with pytest.raises(CheckpointError, match=r"/config: key data\.vocab is missing"):
+        load_checkpoint(path)
 
 
 @pytest.mark.parametrize("name", STRUCTURES)

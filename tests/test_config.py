@@ -29,6 +29,8 @@ def values(key: str) -> st.SearchStrategy:
         return st.booleans()
     if isinstance(default, list):
         return st.lists(st.text(st.characters(exclude_categories=()), max_size=8), max_size=3)
+    if isinstance(default, str):
+        return st.text(st.characters(exclude_categories=()), max_size=8)
     low, high, inclusive = RANGES[key]
     if isinstance(default, int):
         return st.integers(int(low), int(high))
@@ -76,9 +78,9 @@ def test_every_preset_loads(preset):
 
 @pytest.mark.parametrize("key", keys())
 def test_every_field_has_exactly_one_guard(key):
-    """A number has a range, a string has choices, and a boolean or a list of names needs neither."""
+    """A number has a range, a string has choices, and a boolean, a path or a list of names needs neither."""
     default = keys()[key]
-    if isinstance(default, bool | list):
+    if isinstance(default, bool | list) or key == "data.vocab":
         assert key not in RANGES
         assert key not in CHOICES
     elif isinstance(default, str):

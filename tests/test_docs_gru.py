@@ -8,7 +8,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "gru.md"
-PAGES = [page for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))] if page.exists()]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# The others start from files; test_interop.py and test_golden_cli.py make them and run the pages.
+PAGES = [page for page in PAGES if page.name not in ("exchange.md", "golden.md")]
 SOURCES = ("gru_ref/ops/gru.py", "gru_ref/models/gru_lm.py")
 
 # `function: variable` of gru_ref/ops/gru.py, `file.py: function`, or `file.py` alone

@@ -82,7 +82,7 @@ def test_an_operation_has_its_functions_an_example_and_documented_shapes(op):
 
 
 def test_an_unknown_operation_is_an_attribute_error_that_lists_the_known_ones():
-    with pytest.raises(AttributeError, match=r"no operation 'grru'; known: adamw, clip"):
+    with pytest.raises(AttributeError, match=r"no operation 'grru'; known: adamw, attention"):
         _ = ops.grru
 
 

@@ -128,6 +128,7 @@ def test_a_step_gets_what_the_configuration_says(tiny, monkeypatch):
             "clip_norm": 0.7,
             "label_smoothing": 0.1,
             "micro_step": 3 * step,
+            "loss_scale": None,
             "state": None,
         }
         inputs, targets = windows.batch(windows.indices(6 * step, 6))

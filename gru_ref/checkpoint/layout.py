@@ -2,21 +2,23 @@
 
     /                         attributes: format, format_version, manifest_md5, complete (written last)
     /config  /data            JSON text: the whole configuration; the facts of the corpus
+    /tokenizer                JSON text: the vocabulary, with data.tokenizer bpe
     /model/<name>             weights, float32 (or float64, then every tensor is float64)
     /optimizer/m/<name>       running mean of the gradient, from the first step on
     /optimizer/v/<name>       running mean of its square, never negative, from the first step on
     /optimizer/step           updates made, equal to /trainer/step; Nadam adds mu_product, its Π μ_t
-    /trainer/<scalar>         where the run stands, see SCALARS
+    /trainer/<scalar>         where the run stands, see SCALARS; in fp16 also the loss scale
     /trainer/hidden           (L, B·accumulation, H) carried GRU state, with train.carry_state from step 1 on
     /manifest                 JSON list of every dataset above: path, dtype, shape, md5 of its bytes
 
 Every dataset is contiguous, little-endian and without filters; a text is a fixed-length UTF-8 string. The
 config explains every tensor: a missing, extra or differently shaped one is an error, nothing is broadcast.
-A new config key needs a new format version, and a rule here for what older files mean.
+A new config key needs a new format version, and a rule here for what older files mean: ADDED_KEYS.
 """
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,9 +32,20 @@ from gru_ref.models import parameter_shapes
 from gru_ref.types import Array
 
 FORMAT = "gru-ref checkpoint"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+# Keys of the configuration by the version that added them; an older file means their defaults.
+ADDED_KEYS = {
+    2: (
+        "data.vocab",
+        "model.bias",
+        "model.context",
+        "model.heads",
+        "train.loss_scale",
+        "train.loss_scale_growth",
+    )
+}
 GROUPS = ("/", "/model", "/optimizer", "/optimizer/m", "/optimizer/v", "/trainer")  # parents first
-TEXTS = ("/config", "/data", "/manifest")
+TEXTS = ("/config", "/data", "/tokenizer", "/manifest")
 HIDDEN = "/trainer/hidden"
 SCALARS = {
     "/optimizer/step": "<i8",
@@ -50,6 +63,11 @@ BEST_SCALARS = {
     "/trainer/best_loss": "<f8",
     "/trainer/best_step": "<i8",
 }  # both, or neither before a validation
+LOSS_SCALE_SCALARS = {
+    "/trainer/loss_scale": "<f8",  # a power of two
+    "/trainer/loss_scale_good_steps": "<i8",  # steps since it changed
+}  # both with run.precision fp16
+TYPES = {**SCALARS, **NADAM_SCALARS, **BEST_SCALARS, **LOSS_SCALE_SCALARS}
 
 Scalar: TypeAlias = int | float
 Facts: TypeAlias = tuple[str, tuple[int, ...]]
@@ -64,9 +82,10 @@ class Checkpoint:
     model: dict[str, Array]  # parameter name: weights
     moments: dict[str, dict[str, Array]]  # {} at step 0, else 'm' and 'v', each parameter name: array
     optimizer: dict[str, Scalar]  # step; with Nadam mu_product
-    trainer: dict[str, Scalar]  # the names of SCALARS, and of BEST_SCALARS once there was a validation
+    trainer: dict[str, Scalar]  # the names of SCALARS, and of others as their comments say
     hidden: Array | None = None  # (L, B·accumulation, H) carried state
     data: dict[str, Any] = field(default_factory=dict)  # fingerprint, tokenizer, sources: any JSON object
+    tokenizer: dict[str, Any] | None = None  # of bpe: Tokenizer.definition()
 
 
 def to_datasets(checkpoint: Checkpoint) -> dict[str, Array]:
@@ -76,13 +95,13 @@ def to_datasets(checkpoint: Checkpoint) -> dict[str, Array]:
         tensors.update({f"/optimizer/{moment}/{name}": array for name, array in arrays.items()})
     if checkpoint.hidden is not None:
         tensors[HIDDEN] = checkpoint.hidden
-    types = {**SCALARS, **NADAM_SCALARS, **BEST_SCALARS}
     scalars = {f"/optimizer/{key}": value for key, value in checkpoint.optimizer.items()}
     scalars |= {f"/trainer/{key}": value for key, value in checkpoint.trainer.items()}
     datasets = {path: np.asarray(array, order="C") for path, array in tensors.items()}
-    datasets |= {path: _scalar(path, value, types.get(path, "<f8")) for path, value in scalars.items()}
+    datasets |= {path: _scalar(path, value, TYPES.get(path, "<f8")) for path, value in scalars.items()}
     found = {path: facts(array) for path, array in datasets.items()}
     problems = layout_problems(found, checkpoint.config, int(checkpoint.trainer.get("step", 0)))
+    problems = problems or vocabulary_problems(checkpoint.tokenizer is not None, checkpoint.config)
     problems = problems or scalar_problems(scalars, checkpoint.config)
     for path, array in tensors.items():
         problems = problems or tensor_problems(path, array)
@@ -90,11 +109,17 @@ def to_datasets(checkpoint: Checkpoint) -> dict[str, Array]:
         raise CheckpointError(problems[0])
     datasets["/config"] = text_dataset("/config", checkpoint.config.to_dict())
     datasets["/data"] = text_dataset("/data", checkpoint.data)
+    if checkpoint.tokenizer is not None:
+        datasets["/tokenizer"] = text_dataset("/tokenizer", checkpoint.tokenizer)
     return dict(sorted(datasets.items()))
 
 
 def from_datasets(
-    config: Config, data: dict[str, Any], scalars: Mapping[str, Scalar], tensors: Mapping[str, Array]
+    config: Config,
+    data: dict[str, Any],
+    tokenizer: dict[str, Any] | None,
+    scalars: Mapping[str, Scalar],
+    tensors: Mapping[str, Array],
 ) -> Checkpoint:
     """The inverse of `to_datasets`; moments and hidden state are those that `tensors` holds."""
     names = list(parameter_shapes(config.model))
@@ -109,7 +134,7 @@ def from_datasets(
 
     model = {name: tensors[f"/model/{name}"] for name in names}
     return Checkpoint(
-        config, model, moments, under("/optimizer/"), under("/trainer/"), tensors.get(HIDDEN), data
+        config, model, moments, under("/optimizer/"), under("/trainer/"), tensors.get(HIDDEN), data, tokenizer
     )
 
 
@@ -135,6 +160,8 @@ def layout_problems(found: Mapping[str, Facts], config: Config, step: int) -> li
         scalars |= NADAM_SCALARS
     if any(path in found for path in BEST_SCALARS):
         scalars |= BEST_SCALARS
+    if config.run.precision == "fp16":
+        scalars |= LOSS_SCALE_SCALARS
     expected: dict[str, Facts] = {
         path: (number, shape) for path, shape in tensor_shapes(config, step).items()
     }
@@ -153,18 +180,25 @@ def layout_problems(found: Mapping[str, Facts], config: Config, step: int) -> li
     return problems
 
 
+def vocabulary_problems(is_there: bool, config: Config) -> list[str]:
+    """One line if /tokenizer is there without need, or missing."""
+    name = config.data.tokenizer
+    if is_there == (name == "bpe"):
+        return []
+    return [f"/tokenizer: {'not explained by' if is_there else 'missing, expected for'} tokenizer '{name}'"]
+
+
 def scalar_problems(scalars: Mapping[str, Scalar], config: Config) -> list[str]:
     """One line for each scalar with a value that no run of this config produces."""
-    floats = {**NADAM_SCALARS, **BEST_SCALARS}
     problems = [
         f"{path}: {value}, expected a finite number"
         for path, value in scalars.items()
-        if floats.get(path) == "<f8" and not np.isfinite(value)
+        if TYPES.get(path) == "<f8" and not np.isfinite(value)
     ]
     problems += [
         f"{path}: {value}, expected at least 0"
         for path, value in scalars.items()
-        if path not in floats and value < 0
+        if TYPES.get(path) != "<f8" and value < 0
     ]
     step = scalars["/trainer/step"]
     if scalars["/optimizer/step"] != step:
@@ -187,6 +221,9 @@ def scalar_problems(scalars: Mapping[str, Scalar], config: Config) -> list[str]:
         problems.append(f"/trainer/best_step: {scalars['/trainer/best_step']}, expected 0 to {step}")
     if scalars["/trainer/skipped_in_a_row"] > scalars["/trainer/skipped"]:
         problems.append("/trainer/skipped_in_a_row: more than /trainer/skipped")
+    scale = scalars.get("/trainer/loss_scale", 1.0)
+    if np.isfinite(scale) and not (scale >= 1 and math.frexp(scale)[0] == 0.5):
+        problems.append(f"/trainer/loss_scale: {scale}, expected a power of two from 1 on")
     return problems
 
 

@@ -26,7 +26,8 @@ from gru_ref import config as configuration
 from gru_ref.checkpoint import layout
 from gru_ref.checkpoint.layout import Checkpoint, Facts, Scalar
 from gru_ref.config import Config
-from gru_ref.errors import CheckpointError, ConfigError, UsageError
+from gru_ref.data.tokenizers import get_tokenizer
+from gru_ref.errors import CheckpointError, ConfigError, DataError, UsageError
 from gru_ref.types import Array
 
 Report: TypeAlias = Callable[[str], None]
@@ -48,7 +49,9 @@ class Contents:
 
     config: Config
     data: dict[str, Any]
+    tokenizer: dict[str, Any] | None  # of bpe
     scalars: dict[str, Scalar]  # by path
+    format_version: int
 
 
 def load_checkpoint(path: str | Path, *, weights_only: bool = False) -> Checkpoint:
@@ -71,7 +74,7 @@ def load_checkpoint(path: str | Path, *, weights_only: bool = False) -> Checkpoi
         contents = examine(Path(path), stop, keep, weights_only=weights_only)
     except CheckpointError as error:
         raise CheckpointError(f"{printable(str(path))}: {error}") from None
-    return layout.from_datasets(contents.config, contents.data, contents.scalars, tensors)
+    return layout.from_datasets(contents.config, contents.data, contents.tokenizer, contents.scalars, tensors)
 
 
 def examine(
@@ -84,13 +87,14 @@ def examine(
     """
     size = _container_size(path)
     with _open(path) as file:
-        manifest_md5 = _root_attributes(file)
+        version, manifest_md5 = _root_attributes(file)
         found = _sound_structure(file, size, report)
         reader = _Reader(file, found, report, manifest_md5)
-        config = _config(reader.json("/config"))
+        config = _config(reader.json("/config"), version)
         data = reader.json("/data")
         if not isinstance(data, dict):
             raise CheckpointError("/data: not a JSON object")
+        tokenizer = _vocabulary(reader, config, report)
         numbers = {path: item for path, item in found.items() if path not in layout.TEXTS}
         scalars = _scalars(reader, numbers)
         has_moments = any(name.startswith("/optimizer/m/") for name in numbers)
@@ -103,7 +107,7 @@ def examine(
         for name in layout.tensor_shapes(config, step):
             if name not in named and (name.startswith("/model/") or not weights_only):
                 _visit(name, reader, report, visit)
-    return Contents(config, data, scalars)
+    return Contents(config, data, tokenizer, scalars, version)
 
 
 def _visit(name: str, reader: "_Reader", report: Report, visit: Callable[[str, Array, bool], None]) -> None:
@@ -176,8 +180,8 @@ def _open(path: Path) -> Iterator[h5py.File]:
         yield file
 
 
-def _root_attributes(file: h5py.File) -> str:
-    """Check format, version and completeness; returns the md5 that the manifest should have."""
+def _root_attributes(file: h5py.File) -> tuple[int, str]:
+    """Check format, version and completeness; returns the version and the md5 of the manifest."""
     with _hdf5("root attributes"):
         names = {printable(name) for name in file.attrs}
     if "format" not in names:
@@ -192,7 +196,7 @@ def _root_attributes(file: h5py.File) -> str:
         raise CheckpointError(
             f"made by a newer gru-ref (format version {version}): upgrade gru-ref to read it"
         )
-    if version != layout.FORMAT_VERSION:
+    if version < 1:
         raise CheckpointError(f"format version {version} does not exist")
     if "complete" not in names or _attribute(file, "complete", "int64") != 1:
         raise CheckpointError("not complete: attribute complete is not 1, so its writing was interrupted")
@@ -201,7 +205,7 @@ def _root_attributes(file: h5py.File) -> str:
     extra = names - {"format", "format_version", "complete", "manifest_md5"}
     if extra:
         raise CheckpointError(f"unexpected attribute {min(extra)}")
-    return str(_attribute(file, "manifest_md5", "a fixed-length string"))
+    return int(version), str(_attribute(file, "manifest_md5", "a fixed-length string"))
 
 
 def _attribute(file: h5py.File, name: str, expected: str) -> Any:
@@ -386,11 +390,10 @@ class _Reader:
 
 
 def _scalars(reader: _Reader, found: dict[str, Facts]) -> dict[str, Scalar]:
-    known = {**layout.SCALARS, **layout.NADAM_SCALARS, **layout.BEST_SCALARS}
     return {
         path: reader.read(path)[0].item()
         for path, item in found.items()
-        if path in known and item == (known[path], ())
+        if path in layout.TYPES and item == (layout.TYPES[path], ())
     }
 
 
@@ -404,18 +407,37 @@ def _parse(path: str, array: Array) -> Any:
         raise CheckpointError(f"{path}: not valid JSON: {printable(str(error))}") from None
 
 
-def _config(tables: Any) -> Config:
-    """The configuration, which must hold every key, so that no default is invented for an older file."""
+def _vocabulary(reader: _Reader, config: Config, report: Report) -> dict[str, Any] | None:
+    """The vocabulary of the tokenizer bpe; reports one that is missing, not sound or of another model."""
+    is_there = "/tokenizer" in reader.found
+    problems = layout.vocabulary_problems(is_there, config)
+    definition: dict[str, Any] | None = None
+    if is_there and not problems:
+        definition = reader.json("/tokenizer")
+        try:
+            get_tokenizer("bpe", config.model.vocab_size, definition)
+        except DataError as error:
+            problems = [f"/tokenizer: {printable(str(error))}"]
+    for problem in problems:
+        report(problem)
+    return definition
+
+
+def _config(tables: Any, version: int) -> Config:
+    """The configuration, which must hold every key that its version has: no default is invented."""
     if not isinstance(tables, dict):
         raise CheckpointError("/config: not a JSON object")
     try:
         flat = configuration.flatten(tables, "/config")
         missing = configuration.keys().keys() - flat.keys()
+        missing -= {key for since, keys in layout.ADDED_KEYS.items() if version < since for key in keys}
         if missing:
             raise CheckpointError(f"/config: key {min(missing)} is missing")
-        return configuration.from_dict(tables, "/config")
+        config = configuration.from_dict(tables, "/config")
+        configuration.check_model(config.model)
     except ConfigError as error:
         raise CheckpointError(str(error)) from None
+    return config
 
 
 def printable(text: str) -> str:

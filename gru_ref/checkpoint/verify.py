@@ -109,7 +109,7 @@ def verify_checkpoint(path: str | Path) -> VerifyReport:
     except CheckpointError as error:
         report.problems.append(str(error))
     else:
-        report.format_version = layout.FORMAT_VERSION
+        report.format_version = contents.format_version
         report.step = int(contents.scalars["/trainer/step"]) if "/trainer/step" in contents.scalars else None
         weights = [tensor for tensor in report.tensors if tensor.name.startswith("/model/")]
         report.n_parameters = sum(math.prod(tensor.shape) for tensor in weights)

@@ -1,12 +1,51 @@
 """The model families. `config.kind` names the file: 'gru-lm' is gru_ref/models/gru_lm.py.
 
-A family's file defines `parameter_shapes(config)`, which explains every tensor of a checkpoint, and `Model`.
+A family's file defines `parameter_shapes(config)`, which explains every tensor of a checkpoint,
+`activation_floats(config, T, B)`, and `Model`, a `LanguageModel`; that is all the package knows of it.
 """
 
 import importlib
 from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
 
 from gru_ref.config import ModelConfig
+from gru_ref.types import Array
+
+if TYPE_CHECKING:
+    from gru_ref.arena import Arena
+    from gru_ref.backend import Backend
+
+
+class LanguageModel(Protocol):
+    """Parameters in an arena, and a forward and backward over token ids; gru_lm.py and gpt2.py are two."""
+
+    config: ModelConfig
+    seed: int
+    ops: "Backend"
+    precision: str
+    arena: "Arena"
+
+    @property
+    def context(self) -> int | None:
+        """The longest sequence, counted from the empty state, that `forward` takes; None: any length."""
+
+    def initialise(self) -> None:
+        """Draw the initial weights."""
+
+    def initial_state(self, batch_size: int) -> Array:
+        """The state before any token; the batch is one of its axes."""
+
+    def forward(
+        self, ids: Array, state: Array | None = None, *, dropout_step: int | None = None
+    ) -> tuple[Array, Array | None, tuple[Any, ...]]:
+        """ids (T, B), the state of earlier tokens or None -> logits (T, B, ≥ V), state after it, cache.
+
+        Columns of the logits from V on are padding. dropout_step: the number of this micro-batch while
+        training; None leaves dropout out.
+        """
+
+    def backward(self, dlogits: Array, cache: tuple[Any, ...]) -> None:
+        """dlogits, shaped as the logits: adds every parameter's gradient to `arena.grad`."""
 
 
 def family(kind: str) -> ModuleType:

@@ -80,6 +80,10 @@ class GRULM:
         self.precision = precision
         self.arena = Arena(parameter_shapes(config), dtype)
 
+    @property
+    def context(self) -> None:
+        """No limit: the state carries over any length."""
+
     def initialise(self) -> None:
         """Draw the initial weights from the stream INITIALISATION, one layer coordinate a parameter.
 

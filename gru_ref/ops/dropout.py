@@ -16,10 +16,10 @@ from gru_ref import random
 from gru_ref.types import Array
 
 
-def keep_mask(shape: tuple[int, ...], p: float, *, seed: int, step: int, layer: int) -> Array:
-    """k: True where a value is kept, of the given shape."""
+def keep_mask(shape: tuple[int, ...], p: float, *, seed: int, step: int, layer: int, start: int = 0) -> Array:
+    """k: True where a value is kept, of the given shape. start: the first index, for a part of a mask."""
     n = int(np.prod(shape))
-    draws = random.bits(n, seed=seed, stream=random.DROPOUT, step=step, layer=layer)
+    draws = random.bits(n, seed=seed, stream=random.DROPOUT, step=step, layer=layer, start=start)
     return (draws >= p * 2.0**32).reshape(shape)
 
 

@@ -37,7 +37,9 @@ def _round_to_bf16(x: Array) -> Array:
     x = np.ascontiguousarray(x, np.float32)
     bits = x.view(np.uint32)
     rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) & np.uint32(0xFFFF0000)
-    return np.where(np.isnan(x), x, rounded.view(np.float32))  # a NaN's fraction could carry into its sign
+    result: Array = rounded.view(np.float32)
+    np.copyto(result, x, where=np.isnan(x))  # a NaN's fraction could carry into its sign
+    return result
 
 
 def forward(a: Array, b: Array, precision: str = "fp32") -> tuple[Array, tuple[Any, ...]]:

@@ -2,7 +2,7 @@
 
     loss = Σ nats / counted targets            BPB = Σ nats / (ln 2 · bytes of the counted targets)
 
-Every window starts from the zero state, without dropout; sums are in fp64, so how the windows are cut into
+Every window starts from the empty state, without dropout; sums are in fp64, so how the windows are cut into
 batches matters only as far as products of other sizes round differently.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from gru_ref.data.windows import Windows
-from gru_ref.models.gru_lm import GRULM
+from gru_ref.models import LanguageModel
 from gru_ref.ops.cross_entropy import IGNORE
 from gru_ref.types import Array
 
@@ -41,7 +41,7 @@ def bits_per_byte(nats: float, n_bytes: int | None) -> float | None:
 
 
 def evaluate(
-    model: GRULM,
+    model: LanguageModel,
     windows: Windows,
     *,
     batch_size: int,

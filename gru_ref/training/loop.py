@@ -160,7 +160,10 @@ def _resolve(config: Config) -> Config:
         tuple(name if name == "-" else os.path.abspath(name) for name in names)
         for names in (config.data.files, config.data.val_files)
     )
-    return config.replace("run", threads=threads).replace("data", files=files, val_files=val_files)
+    vocab = os.path.abspath(config.data.vocab) if config.data.vocab else ""
+    return config.replace("run", threads=threads).replace(
+        "data", files=files, val_files=val_files, vocab=vocab
+    )
 
 
 def available_cores() -> int:
@@ -178,7 +181,7 @@ def _keep_stdin(config: Config, run: RunDirectory) -> Config:
         files = getattr(config.data, key)
         if "-" in files:
             path = run.path / name
-            encode_files(files, path, config.data.tokenizer, overwrite=True)
+            encode_files(files, path, config.data.tokenizer, vocab=config.data.vocab, overwrite=True)
             config = config.replace("data", **{key: (os.path.abspath(path),)})
     return config
 
@@ -231,7 +234,7 @@ class _Loop:
         while not trainer.finished and not self._stopping():
             result = self._advance()
             if result.nonfinite is not None:
-                self._skipped(result.nonfinite)
+                self._skipped(result)
                 if not trainer.finished:
                     continue
             last = trainer.finished
@@ -262,10 +265,17 @@ class _Loop:
             self.observer({"event": "step", **row})
         return result
 
-    def _skipped(self, culprit: str) -> None:
-        trainer = self.trainer
-        self._event("skipped", step=trainer.step + 1, nonfinite=culprit, in_a_row=trainer.skipped_in_a_row)
-        if trainer.skipped_in_a_row >= trainer.config.train.max_skipped:
+    def _skipped(self, result: StepResult) -> None:
+        """A run that is only finding its loss scale goes on: that ends at scale 1."""
+        trainer, culprit, lowered = self.trainer, result.nonfinite, result.loss_scale_lowered
+        self._event(
+            "skipped",
+            step=trainer.step + 1,
+            nonfinite=culprit,
+            in_a_row=trainer.skipped_in_a_row,
+            loss_scale=trainer.loss_scale.value if trainer.loss_scale and lowered else None,
+        )
+        if not lowered and trainer.skipped_in_a_row >= trainer.config.train.max_skipped:
             raise self._giving_up(
                 f"{trainer.skipped_in_a_row} steps in a row were not finite (last: {culprit})"
             )

@@ -11,16 +11,17 @@ from typing import Any
 
 from gru_ref.backend import Backend
 from gru_ref.checkpoint.layout import Checkpoint
-from gru_ref.checkpoint.restore import restore_model
+from gru_ref.checkpoint.restore import restore_model, restore_tokenizer
 from gru_ref.config import Config
 from gru_ref.data.corpus import Corpus, load_corpus, split
+from gru_ref.data.tokenizers import Tokenizer
 from gru_ref.data.windows import Windows
 from gru_ref.errors import DataError
 from gru_ref.generate import generate
-from gru_ref.models import family
-from gru_ref.models.gru_lm import GRULM
+from gru_ref.models import LanguageModel, family
 from gru_ref.schedules import learning_rate, phases
 from gru_ref.training.evaluation import Evaluation, bits_per_byte, evaluate
+from gru_ref.training.loss_scale import LossScale
 from gru_ref.training.optimizer import Optimizer
 from gru_ref.training.step import StepResult, train_step
 from gru_ref.types import Array
@@ -29,15 +30,18 @@ from gru_ref.types import Array
 class Data:
     """The training and validation windows of a configuration, and the facts of them that are kept."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, tokenizer: Tokenizer | None = None) -> None:
+        """tokenizer: of the run that goes on, and so of the data; None: as the configuration says."""
         data, train = config.data, config.train
-        self.corpus: Corpus = load_corpus(data.files, data.tokenizer, config.model.vocab_size)
+        self.corpus: Corpus = load_corpus(
+            data.files, tokenizer or data.tokenizer, config.model.vocab_size, "" if tokenizer else data.vocab
+        )
         self.tokenizer = self.corpus.tokenizer
         self.token_bytes = self.tokenizer.token_bytes()
         self.facts: dict[str, Any] = {"train": self.corpus.facts()}
         tokens, held_out = self.corpus.tokens, None
         if data.val_files:
-            val = load_corpus(data.val_files, data.tokenizer, self.tokenizer.vocab_size)
+            val = load_corpus(data.val_files, self.tokenizer)
             self.facts["validation"] = val.facts()
             held_out = val.tokens
         elif data.val_fraction:
@@ -58,21 +62,24 @@ def _windows(tokens: Array, config: Config, what: str, lanes: int | None = None)
 class Trainer:
     """`step` counts optimizer updates, `cursor` windows consumed, `micro_step` micro-batches."""
 
-    def __init__(self, config: Config, data: Data, model: GRULM, optimizer: Optimizer) -> None:
+    def __init__(self, config: Config, data: Data, model: LanguageModel, optimizer: Optimizer) -> None:
         self.config, self.data, self.model, self.optimizer = config, data, model, optimizer
         self.step = self.tokens = self.cursor = self.micro_step = 0
         self.skipped = self.skipped_in_a_row = 0
         self.best: tuple[float, int] | None = None  # lowest validation loss and its step
         self.state: Array | None = None
+        train = config.train
+        in_fp16 = config.run.precision == "fp16"
+        self.loss_scale = LossScale(train.loss_scale, train.loss_scale_growth) if in_fp16 else None
         self._set_length()
 
     @classmethod
     def start(cls, config: Config) -> "Trainer":
         """A run at step 0: vocabulary from the tokenizer, weights from the seed."""
         data = Data(config)
-        config = config.replace("model", vocab_size=data.tokenizer.vocab_size)
+        config = resolve_tokenizer(config, data.tokenizer)
         backend = Backend(config.run.kernels)
-        model: GRULM = family(config.model.kind).Model(
+        model: LanguageModel = family(config.model.kind).Model(
             config.model, seed=config.train.seed, backend=backend, precision=config.run.precision
         )
         model.initialise()
@@ -81,7 +88,7 @@ class Trainer:
     @classmethod
     def restore(cls, checkpoint: Checkpoint, config: Config) -> "Trainer":
         """The run as it stood at the checkpoint, going on with `config`; the data must be the same bytes."""
-        data = Data(config)
+        data = Data(config, restore_tokenizer(checkpoint))
         for part, names, option in (
             ("train", config.data.files or ("the embedded corpus",), "--data"),
             ("validation", config.data.val_files or ("no file",), "--val-data"),
@@ -105,6 +112,8 @@ class Trainer:
             trainer.best = (float(scalars["best_loss"]), int(scalars["best_step"]))
         trainer.state = checkpoint.hidden
         trainer._set_length()
+        if trainer.loss_scale is not None:
+            trainer.loss_scale.restore(scalars)
         return trainer
 
     def _set_length(self) -> None:
@@ -127,6 +136,8 @@ class Trainer:
         }
         if self.best is not None:
             scalars["best_loss"], scalars["best_step"] = self.best
+        if self.loss_scale is not None:
+            scalars |= self.loss_scale.scalars()
         hidden = None
         if self.config.train.carry_state and self.step:
             hidden = self._carried_state()
@@ -138,6 +149,7 @@ class Trainer:
             trainer=scalars,
             hidden=hidden,
             data=self.data.facts,
+            tokenizer=self.data.tokenizer.definition(),
         )
 
     @property
@@ -159,6 +171,7 @@ class Trainer:
         lr = learning_rate(self.config.schedule, self.step + 1, self.total_steps)
         state = self._carried_state() if config.carry_state else None
         micro_batches = self._next_micro_batches()
+        scale = {} if self.loss_scale is None else self.loss_scale.scalars()  # that this step is made with
         result = train_step(
             self.model,
             self.optimizer,
@@ -168,6 +181,7 @@ class Trainer:
             label_smoothing=config.label_smoothing,
             micro_step=self.micro_step,
             state=state,
+            loss_scale=self.loss_scale,
         )
         self.cursor += sum(inputs.shape[1] for inputs, _ in micro_batches)
         self.micro_step += len(micro_batches)
@@ -196,6 +210,7 @@ class Trainer:
             "seconds": seconds,
             "epoch": epoch,
             "skipped": self.skipped,
+            **scale,
         }
         return row, result
 
@@ -225,7 +240,7 @@ class Trainer:
         tokenizer = self.data.tokenizer
         start = tokenizer.start_id or 0
         ids = list(generate(self.model, [start], n, temperature=0.8, seed=self.config.train.seed))
-        if tokenizer.start_id is None:  # raw ids of an unknown vocabulary
+        if tokenizer.name == "ids":
             return " ".join(map(str, ids))
         return tokenizer.decode(ids).decode("utf-8", errors="replace")
 
@@ -264,6 +279,11 @@ def total_steps(config: Config, windows: Windows, *, attempts: int = 0, cursor: 
         return train.steps
     left = max(0, total_windows(config, windows) - cursor)
     return attempts + -(-left // (train.batch_size * train.accumulation))
+
+
+def resolve_tokenizer(config: Config, tokenizer: Tokenizer) -> Config:
+    """The configuration with the name and the vocabulary of the data's tokenizer."""
+    return config.replace("model", vocab_size=tokenizer.vocab_size).replace("data", tokenizer=tokenizer.name)
 
 
 def _fingerprint(facts: dict[str, Any], part: str) -> Any:
