@@ -1,8 +1,13 @@
 """`gru-ref encode`: text files into one encoded corpus. The work is done by gru_ref.data.corpus."""
 
+import contextlib
 import json
+import os
+import signal
 import sys
 import time
+from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import click
@@ -13,18 +18,49 @@ import click
 @click.option("-o", "--output", required=True, metavar="CORPUS.h5", help="The encoded corpus to write.")
 @click.option(
     "--tokenizer",
-    type=click.Choice(["ascii100", "bytes"]),
-    default="ascii100",
-    show_default=True,
-    help="ascii100 knows printable ASCII and newline, bytes keeps every byte.",
+    type=click.Choice(["ascii100", "bytes", "bpe"]),
+    help="ascii100 (the default) knows printable ASCII and newline, bytes keeps every byte, bpe too.",
+)
+@click.option(
+    "--vocab",
+    default="",
+    metavar="PATH",
+    help="For bpe: a folder with GPT-2's vocab.json and merges.txt, a tokenizer.json, or an encoded corpus.",
+)
+@click.option(
+    "--train-bpe",
+    type=click.IntRange(257, 2**16),
+    metavar="N",
+    help="Make a vocabulary of N tokens from the files first.",
+)
+@click.option("--special-tokens", is_flag=True, help="For bpe: text like <|endoftext|> is that token.")
+@click.option(
+    "--field", default="text", show_default=True, metavar="NAME", help="Key or column of the text in records."
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Processes that encode bpe; default: one a core. The corpus is the same for any number.",
 )
 @click.option("--force", is_flag=True, help="Replace CORPUS.h5 if it exists.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
-def command(files: tuple[str, ...], output: str, tokenizer: str, force: bool, as_json: bool) -> None:
+def command(
+    files: tuple[str, ...],
+    output: str,
+    tokenizer: str | None,
+    vocab: str,
+    train_bpe: int | None,
+    special_tokens: bool,
+    field: str,
+    workers: int | None,
+    force: bool,
+    as_json: bool,
+) -> None:
     """Encode text into a corpus for train --data.
 
-    F is a text file, a .gz file, a folder, or - for standard input. Several files become several documents,
-    with a separator token between two.
+    F is a text file, a .jsonl or .parquet file of records, one of them packed as .gz, a folder, or - for
+    standard input. A text file or a record is a document; a separator token stands between two.
     """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
@@ -34,13 +70,25 @@ def command(files: tuple[str, ...], output: str, tokenizer: str, force: bool, as
     start = time.perf_counter()
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
+    bar = Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty())
+    with _signals_end_it(), bar:
         task = bar.add_task("encode", total=None)
 
         def show(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total)
 
-        facts = encode_files(files, output, tokenizer, overwrite=force, progress=show)
+        facts = encode_files(
+            files,
+            output,
+            _tokenizer(tokenizer, vocab, train_bpe),
+            vocab=vocab,
+            train_bpe=train_bpe or 0,
+            special_tokens=special_tokens,
+            text_field=field,
+            workers=workers or len(os.sched_getaffinity(0)),
+            overwrite=force,
+            progress=show,
+        )
     seconds = time.perf_counter() - start
     facts["output"] = output
     facts["seconds"] = seconds
@@ -48,11 +96,39 @@ def command(files: tuple[str, ...], output: str, tokenizer: str, force: bool, as
     click.echo(json.dumps(facts) if as_json else _line(facts))
 
 
+@contextlib.contextmanager
+def _signals_end_it() -> Iterator[None]:
+    """SIGTERM and SIGHUP end it as Ctrl-C does: no process and no temporary file is left."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _tokenizer(name: str | None, vocab: str, train_bpe: int | None) -> str:
+    """The name, which a vocabulary implies; contradictions are errors."""
+    from gru_ref.errors import UsageError
+
+    if vocab and train_bpe:
+        raise UsageError("--vocab and --train-bpe contradict each other; give one")
+    if (vocab or train_bpe) and name not in (None, "bpe"):
+        option = "--vocab" if vocab else "--train-bpe"
+        raise UsageError(f"{option} goes with --tokenizer bpe, not with {name}")
+    return name or ("bpe" if vocab or train_bpe else "ascii100")
+
+
 def _line(facts: dict[str, Any]) -> str:
     unknown = f"{facts['unknown']:,} unknown bytes"
     if facts["unknown"]:
         unknown += f" ({facts['unknown'] / facts['tokens']:.2%}; --tokenizer bytes keeps every byte)"
+    name = facts["tokenizer"] + (f", {facts['vocab_size']:,}" if facts["tokenizer"] == "bpe" else "")
     return (
-        f"{facts['output']}: {facts['tokens']:,} tokens ({facts['tokenizer']}), {unknown}, "
-        f"{facts['mb_per_second']:.0f} MB/s, md5 {facts['fingerprint']}"
+        f"{facts['output']}: {facts['tokens']:,} tokens ({name}), {unknown}, "
+        f"{facts['mb_per_second']:.1f} MB/s, md5 {facts['fingerprint']}"
     )

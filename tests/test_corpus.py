@@ -18,7 +18,7 @@ import h5py
 import numpy as np
 import pytest
 
-from gru_ref.data import Corpus, encode_files, get_tokenizer, load_corpus, split
+from gru_ref.data import Corpus, encode_files, get_tokenizer, load_corpus, sources, split
 from gru_ref.data import corpus as module
 from gru_ref.data.windows import Windows
 from gru_ref.errors import DataError, RunError
@@ -84,7 +84,8 @@ def test_the_size_of_the_pieces_changes_nothing(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
     whole = load_corpus([text, text], "ascii100")
-    monkeypatch.setattr(module, "CHUNK", chunk)
+    for where in (module, sources):
+        monkeypatch.setattr(where, "CHUNK", chunk)
     pieces = load_corpus([text, text], "ascii100")
     np.testing.assert_array_equal(pieces.tokens, whole.tokens)
     assert pieces.facts() == whole.facts()
@@ -205,14 +206,14 @@ def test_unusable_text_is_refused_by_name(tmp_path: Path, text: str) -> None:
 
 
 def test_a_file_that_grows_while_it_is_read_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    listed = module._documents
+    listed = module.find_sources
 
     def grow(*arguments: Any) -> Any:
-        documents = listed(*arguments)
+        found = listed(*arguments)
         Path(text).write_bytes(TEXT + b"x")
-        return documents
+        return found
 
-    monkeypatch.setattr(module, "_documents", grow)
+    monkeypatch.setattr(module, "find_sources", grow)
     assert "changed while" in refusal([text])
 
 
@@ -280,7 +281,8 @@ def test_encoding_twice_gives_the_same_file(text: str, tmp_path: Path) -> None:
 
 
 def test_progress_counts_bytes(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHUNK", 500)
+    for where in (module, sources):
+        monkeypatch.setattr(where, "CHUNK", 500)
     seen: list[tuple[int, int]] = []
     encode_files([text], tmp_path / "c.h5", progress=lambda done, total: seen.append((done, total)))
     assert seen == [(min(500 * i, len(TEXT)), len(TEXT)) for i in range(1, -(-len(TEXT) // 500) + 1)]
@@ -405,7 +407,8 @@ CHANGES: list[tuple[Callable[[Any], Any], str]] = [
     (lambda f: f.attrs.modify("format_version", 2), "format version 2 is not 1"),
     (lambda f: f.__delitem__("meta"), "/meta is missing"),
     (lambda f: f["tokens"].__setitem__(0, 9), "/tokens has another md5"),
-    (lambda f: _rewrite_meta(f, tokenizer="bpe"), "unknown tokenizer 'bpe'"),
+    (lambda f: _rewrite_meta(f, tokenizer="bpe"), "/tokenizer is missing"),
+    (lambda f: _rewrite_meta(f, tokenizer="words"), "unknown tokenizer 'words'"),
     (lambda f: _rewrite_meta(f, tokenizer_fingerprint=""), "another 'bytes' encoded it"),
     (lambda f: _rewrite_meta(f, tokens=3), "another length"),
     (lambda f: _replace_tokens(f, chunks=(10,)), "not contiguous"),

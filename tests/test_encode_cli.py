@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from gru_ref.cli.encode import command
 from gru_ref.data import load_corpus
-from gru_ref.errors import DataError
+from gru_ref.errors import DataError, UsageError
 
 TEXT = b"Hello\tworld\n" * 100
 
@@ -72,8 +74,99 @@ def test_a_missing_file_is_an_error_of_the_family_and_writes_nothing(folder: Pat
     assert os.listdir(folder) == ["text.txt"]
 
 
+def test_a_vocabulary_is_trained_and_travels_with_the_corpus() -> None:
+    pytest.importorskip("tokenizers")
+    result = encode("text.txt", "-o", "c.h5", "--train-bpe", "262")
+    assert result.exit_code == 0
+    corpus = load_corpus(["c.h5"])
+    assert result.stdout.startswith(f"c.h5: {len(corpus.tokens):,} tokens (bpe, 262), 0 unknown bytes, ")
+    assert corpus.tokenizer.decode(corpus.tokens) == TEXT
+    assert corpus.tokenizer.vocab_size == 262
+    assert len(corpus.tokens) < len(TEXT)
+    assert encode("text.txt", "-o", "d.h5", "--train-bpe", "262", "--workers", "1").exit_code == 0
+    assert Path("c.h5").read_bytes() == Path("d.h5").read_bytes()
+
+
+def test_a_vocabulary_is_taken_from_another_corpus(folder: Path) -> None:
+    pytest.importorskip("tokenizers")
+    encode("text.txt", "-o", "c.h5", "--train-bpe", "262")
+    (folder / "other.txt").write_bytes(b"Hello\xff <|endoftext|> w")
+    figures = json.loads(encode("other.txt", "-o", "d.h5", "--vocab", "c.h5", "--json").stdout)
+    vocabulary, other = load_corpus(["c.h5"]).tokenizer, load_corpus(["d.h5"])
+    assert figures["tokenizer_fingerprint"] == vocabulary.fingerprint()
+    assert other.tokenizer.decode(other.tokens) == b"Hello\xff <|endoftext|> w"
+    assert vocabulary.separator_id not in other.tokens
+    encode("other.txt", "-o", "e.h5", "--vocab", "c.h5", "--special-tokens")
+    asked = load_corpus(["e.h5"]).tokens.tolist()
+    assert asked == [
+        *vocabulary.encode(b"Hello\xff "),
+        vocabulary.separator_id,
+        *vocabulary.encode(b" w"),
+    ]
+
+
+def test_standard_input_can_be_trained_on_and_encoded() -> None:
+    pytest.importorskip("tokenizers")
+    assert encode("-", "text.txt", "-o", "c.h5", "--train-bpe", "262", stdin=TEXT).exit_code == 0
+    corpus = load_corpus(["c.h5"])
+    assert corpus.tokenizer.decode(corpus.tokens) == TEXT + TEXT
+    assert corpus.tokens.tolist().count(corpus.tokenizer.separator_id) == 1
+
+
+def test_the_field_of_records_is_chosen(folder: Path) -> None:
+    (folder / "d.jsonl").write_text('{"body": "ab"}\n{"body": "c"}\n')
+    assert encode("d.jsonl", "-o", "c.h5", "--tokenizer", "bytes", "--field", "body").exit_code == 0
+    corpus = load_corpus(["c.h5"])
+    assert corpus.tokens.tolist() == [97, 98, 256, 99]
+    assert corpus.sources[0]["documents"] == 2
+    refused = encode("d.jsonl", "-o", "d.h5")
+    assert str(refused.exception).startswith("d.jsonl: line 1: no field 'text'; it has 'body'")
+
+
 @pytest.mark.parametrize(
-    "arguments", [("text.txt",), ("-o", "c.h5"), ("text.txt", "-o", "c.h5", "--tokenizer", "x")]
+    ("arguments", "match"),
+    [
+        (["--tokenizer", "bpe"], "give --vocab a folder with GPT-2's vocab.json and merges.txt"),
+        (["--vocab", "none"], "none: no such file; --vocab takes a folder with GPT-2's"),
+        (["--vocab", "a", "--train-bpe", "300"], "contradict"),
+        (["--vocab", "a", "--tokenizer", "bytes"], "--vocab goes with --tokenizer bpe, not with bytes"),
+        (["--train-bpe", "300", "--tokenizer", "ascii100"], "--train-bpe goes with"),
+        (["--special-tokens"], "'ascii100' has no special tokens"),
+        (["--train-bpe", "4096"], "repeated pairs for"),
+    ],
+)
+def test_what_contradicts_itself_is_refused_and_writes_nothing(
+    folder: Path, arguments: list[str], match: str
+) -> None:
+    if "4096" in arguments:
+        pytest.importorskip("tokenizers")
+    result = encode("text.txt", "-o", "c.h5", *arguments)
+    assert isinstance(result.exception, UsageError)
+    assert match in str(result.exception)
+    assert os.listdir(folder) == ["text.txt"]
+
+
+def test_a_signal_to_end_leaves_nothing_behind(folder: Path) -> None:
+    """L03: the exit code is 143, and neither a file nor a process stays."""
+    code = (
+        "import os, signal, sys; from gru_ref.cli import main; from gru_ref.data import corpus; "
+        "corpus._write_h5.__globals__['_facts'] = lambda *a: os.kill(os.getpid(), signal.SIGTERM); main()"
+    )
+    arguments = [sys.executable, "-c", code, "encode", "text.txt", "-o", "c.h5"]
+    result = subprocess.run(arguments, capture_output=True, timeout=60, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (143, b"", b"")
+    assert os.listdir(folder) == ["text.txt"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("text.txt",),
+        ("-o", "c.h5"),
+        ("text.txt", "-o", "c.h5", "--tokenizer", "x"),
+        ("text.txt", "-o", "c.h5", "--train-bpe", "256"),
+        ("text.txt", "-o", "c.h5", "--workers", "0"),
+    ],
 )
 def test_wrong_usage_ends_with_2(arguments: tuple[str, ...]) -> None:
     assert encode(*arguments).exit_code == 2

@@ -148,7 +148,8 @@ def test_fingerprints_are_fixed_and_tell_tokenizers_apart() -> None:
 @pytest.mark.parametrize(
     ("name", "vocab_size", "match"),
     [
-        ("bpe", 0, "unknown tokenizer 'bpe'"),
+        ("words", 0, "unknown tokenizer 'words'"),
+        ("bpe", 0, "give --vocab"),
         ("ids", 0, "1…65536"),
         ("ids", 65537, "1…65536"),
         ("ascii100", 99, "not the 100"),

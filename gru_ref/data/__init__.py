@@ -1,6 +1,9 @@
 """Text to training windows: tokenizers, a corpus from files, and the windows that a step sees.
 
     tokenizers  bytes ↔ token ids
+    bpe         the tokenizer that needs a vocabulary, and vocabularies on disk
+    sources     files → documents
+    parallel    pieces of text → token ids in several processes
     corpus      files → one array of token ids; encoded corpora on disk
     windows     token ids → (T, B) inputs and targets, in an order that a cursor names
 

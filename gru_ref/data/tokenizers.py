@@ -1,11 +1,12 @@
-"""Tokenizers: bytes to token ids and back. Not here: reading files, and subword vocabularies.
+"""Tokenizers: bytes to token ids and back. Not here: reading files.
 
     ascii100   5 special tokens and printable ASCII; every byte is one token, other bytes become 'unknown'
     bytes      the 256 bytes and a document separator; lossless
+    bpe        byte pairs merged into words, GPT-2's way, by a vocabulary from a file: gru_ref/data/bpe.py
     ids        token ids whose text nobody here knows, from a uint16 .bin file
 
 Text is bytes throughout, never str: no newline is translated, no byte order mark is dropped. A byte order
-mark is three ordinary bytes: kept by `bytes`, three unknown tokens in `ascii100`.
+mark is three ordinary bytes: kept by `bytes` and `bpe`, three unknown tokens in `ascii100`.
 
 Example:
     >>> tokenizer = get_tokenizer("ascii100")
@@ -51,9 +52,24 @@ class Tokenizer(ABC):
         Bits per byte are Σ nats / (ln 2 · Σ token_bytes[target]) over the counted targets.
         """
 
+    def segments(self, data: bytes, last: bool) -> tuple[list[bytes], bytes]:
+        """Pieces of a text that can be encoded apart, and its rest, which what follows decides.
+
+        data: the text so far. last: nothing follows, so there is no rest.
+        """
+        return [data] if data else [], b""
+
+    def with_special_tokens(self) -> "Tokenizer":
+        """The same, but text that spells a special token becomes that token; DataError where none can."""
+        raise DataError(f"tokenizer '{self.name}' has no special tokens that text could spell; only bpe has")
+
+    def definition(self) -> dict[str, Any] | None:
+        """What files must hold to make the tokenizer again, as JSON takes it; None where a name is enough."""
+        return None
+
     def fingerprint(self) -> str:
         """md5 (hexadecimal) of all that defines the tokenizer: equal means that ids mean the same."""
-        return _md5(f"{self.name} {self.vocab_size}".encode())
+        return md5_of(f"{self.name} {self.vocab_size}".encode())
 
     def _checked(self, ids: Sequence[int] | Array) -> Array:
         array = np.asarray(ids, dtype=np.int64)
@@ -96,7 +112,7 @@ class Ascii100(Tokenizer):
         return counts
 
     def fingerprint(self) -> str:
-        return _md5(b"ascii100 " + self._ID_OF_BYTE)
+        return md5_of(b"ascii100 " + self._ID_OF_BYTE)
 
 
 class Bytes(Tokenizer):
@@ -140,21 +156,30 @@ class Ids(Tokenizer):
         return None
 
 
-def _md5(data: bytes) -> str:
+def md5_of(data: bytes) -> str:
+    """md5 as 32 hexadecimal digits; it names a tokenizer, it protects nothing."""
     return hashlib.md5(data, usedforsecurity=False).hexdigest()
 
 
-def get_tokenizer(name: str, vocab_size: int = 0) -> Tokenizer:
+def get_tokenizer(name: str, vocab_size: int = 0, definition: dict[str, Any] | None = None) -> Tokenizer:
     """The tokenizer of that name.
 
-    `vocab_size` is needed by 'ids'; for the others it is 0 or their own. Raises DataError.
+    vocab_size: needed by 'ids'; for the others 0 or their own. definition: `Tokenizer.definition`, needed by
+    'bpe'; `bpe.load` makes one from files. Raises DataError.
     """
     if name == "ids":
         return Ids(vocab_size)
-    known: dict[str, type[Tokenizer]] = {"ascii100": Ascii100, "bytes": Bytes}
-    if name not in known:
-        raise DataError(f"unknown tokenizer '{name}'; known: {', '.join(known)}, ids")
-    tokenizer = known[name]()
+    tokenizer: Tokenizer
+    if name == "bpe":
+        from gru_ref.data.bpe import BPE, NO_VOCABULARY
+
+        if definition is None:
+            raise DataError(NO_VOCABULARY)
+        tokenizer = BPE(definition)
+    elif name in ("ascii100", "bytes"):
+        tokenizer = Ascii100() if name == "ascii100" else Bytes()
+    else:
+        raise DataError(f"unknown tokenizer '{name}'; known: ascii100, bytes, bpe, ids")
     if vocab_size not in (0, tokenizer.vocab_size):
         own = tokenizer.vocab_size
         raise DataError(f"model.vocab_size {vocab_size} is not the {own} of tokenizer '{name}'; leave it 0")
