@@ -435,7 +435,7 @@ def validated(config: Config) -> Config:
         raise ConfigError(
             f"config must be a gru_ref.Config, not {type(config).__name__}; see gru_ref.load_config"
         )
-    config = from_dict(config.to_dict(), "config")
+    config = with_context(from_dict(config.to_dict(), "config"))
     check(config)
     return config
 
