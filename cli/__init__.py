@@ -81,7 +81,7 @@ def run(args: Sequence[str]) -> int:
         return _fail(f"{error.filename or 'output'}: {error.strerror or error}", 1)
     except MemoryError as error:
         return _fail(f"out of memory: {error}", 1)
-    except Exception as error:
+    except Exception as error:  # a fault of ours: not swallowed, but one line that can be reported
         if os.environ.get("GRU_REF_TRACEBACK"):
             raise
         what = f"{type(error).__name__}: {error}"

@@ -148,7 +148,6 @@ def changed_config(config: Config, changes: dict[str, Any], *, override: bool = 
             )
     if "-" in (*changed.data.files, *changed.data.val_files):
         raise ConfigError("-: a resumed run cannot read standard input; name a file with the text")
-    configuration.check(changed)
     return _resolve(changed)
 
 
