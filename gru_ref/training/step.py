@@ -68,7 +68,7 @@ def train_step(
         )
         if loss_scale is not None:
             arena.grads *= 1 / loss_scale.value
-        norm = model.ops.clip.global_norm(arena.grad.values())
+        norm = model.ops.clip.global_norm([arena.grads])
         if not (math.isfinite(loss) and math.isfinite(norm)):
             culprit = _not_finite({"parameter": arena.param, "gradient of": arena.grad}) or "loss"
             lowered = loss_scale is not None and math.isfinite(loss) and loss_scale.overflow()
@@ -76,8 +76,12 @@ def train_step(
         model.ops.clip.clip(arena.grads, norm, clip_norm)
         optimizer.step(arena, lr)
     # An infinite second moment would freeze its weight for ever, in silence.
-    if lost := _not_finite({"parameter": arena.param, "second moment of": arena.views(arena.v)}):
-        raise RunError(f"the update at learning rate {lr:g} and gradient norm {norm:.3g} overflowed {lost}")
+    if not math.isfinite(model.ops.clip.global_norm([arena.params, arena.v])):
+        lost = _not_finite({"parameter": arena.param, "second moment of": arena.views(arena.v)})
+        if lost:  # nothing, where squares of float64 are too large to be summed
+            raise RunError(
+                f"the update at learning rate {lr:g} and gradient norm {norm:.3g} overflowed {lost}"
+            )
     if loss_scale is not None:
         loss_scale.good_step()
     return StepResult(loss, tokens, norm, new_state)

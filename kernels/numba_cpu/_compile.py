@@ -6,11 +6,14 @@ else in the user's cache folder. Two things are added here.
 A cache that cannot be written is no error: the kernel is compiled without one, and one warning says so.
 
 A seal guards the cached files: numba unpickles and runs whatever they hold, and of single flipped bits 1 in
-7 ended the process and 1 in 200 changed the results. `<kernel>.sha256` has the digests of a kernel's files;
-where it does not match, they are deleted and made again. A seal finds damage, not tampering.
+7 ended the process and 1 in 200 changed the results; and it compiles anew where the kernel's own file has
+changed, but not where one has that the kernel calls. `<kernel>.sha256` has the digests of a kernel's cached
+files and of this folder's sources; where it does not match, they are deleted and made again. A seal finds
+damage, not tampering.
 """
 
 import contextlib
+import functools
 import hashlib
 import re
 import threading
@@ -20,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import llvmlite.binding as llvm
 import numba
 import numpy as np
 
@@ -29,7 +33,10 @@ FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 """The dtypes that kernels are compiled for."""
 
 # x/0 is ∞, as in NumPy; no fastmath, which drops NaN and ∞
-_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+# A loop over many arrays is only vectorised where it may first check that none overlaps another it writes to,
+# and LLVM gives up at 8 pairs of them unless told otherwise.
+llvm.set_option("", "--runtime-memory-check-threshold=200")
 _config: Any = numba.config
 _LOCK = threading.Lock()
 _warned = False
@@ -41,9 +48,10 @@ class Kernel:
     It takes and changes arrays of exactly the types in its signature, and returns nothing.
     """
 
-    def __init__(self, function: Callable[..., None], signature: str) -> None:
+    def __init__(self, function: Callable[..., None], signature: str, fastmath: tuple[str, ...] = ()) -> None:
         self.function = function
         self.signature = signature
+        self.options = OPTIONS | ({"fastmath": set(fastmath)} if fastmath else {})
         self.compiled: dict[np.dtype[Any], Any] = {}
 
     def __call__(self, *arguments: Any) -> None:
@@ -51,16 +59,18 @@ class Kernel:
         if dtype not in self.compiled:
             with _LOCK:
                 if dtype not in self.compiled:
-                    self.compiled[dtype] = _compile(self.function, self.signature, dtype.name)
+                    self.compiled[dtype] = _compile(self, dtype.name)
         self.compiled[dtype](*arguments)
 
 
-def compiled(signature: str) -> Callable[[Callable[..., None]], Kernel]:
+def compiled(signature: str, *, fastmath: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Kernel]:
     """Decorator: the types of a kernel's arguments in numba's notation, where T is the floating dtype.
 
-    `@compiled("T[:, ::1], intp[::1], T")` is a matrix, a vector of indices and a number.
+    `@compiled("T[:, ::1], intp[::1], T")` is a matrix, a vector of indices and a number. fastmath: what LLVM may
+    do that changes last bits, and not where a twin promises the definition's: 'contract' a·b + c to one fused
+    multiply-add, which rounds once; 'reassoc', sum in another order, as vector instructions must.
     """
-    return lambda function: Kernel(function, signature)
+    return lambda function: Kernel(function, signature, fastmath)
 
 
 def for_kernel(array: Array, dtype: Any = None) -> Array:
@@ -76,24 +86,27 @@ def updatable(*arrays: Array) -> bool:
     )
 
 
-def _compile(function: Callable[..., None], signature: str, dtype: str) -> Callable[..., None]:
-    """`function` for one dtype: from the cache, else compiled and, where possible, cached."""
+def _compile(kernel: Kernel, dtype: str) -> Callable[..., None]:
+    """A kernel for one dtype: from the cache, else compiled and, where possible, cached."""
+    function, options = kernel.function, kernel.options
     if _config.DISABLE_JIT:
         return function
     # A name of its own gives each dtype cache files of its own: numba's index of several signatures loses one
     # when two processes add to it at once, and then pairs the other with the wrong code.
     variant = types.FunctionType(function.__code__, function.__globals__, function.__name__)
     variant.__qualname__ = f"{function.__qualname__}.{dtype}"
-    signature = "void(" + re.sub(r"\bT\b", dtype, signature) + ")"
+    signature = "void(" + re.sub(r"\bT\b", dtype, kernel.signature) + ")"
     try:
-        return _compile_cached(variant, signature)
+        return _compile_cached(variant, signature, options)
     except (OSError, RuntimeError) as error:  # RuntimeError: numba found no folder that it can write
         _warn_uncached(error)
-    return numba.njit(signature, **_OPTIONS)(variant)
+    return numba.njit(signature, **options)(variant)
 
 
-def _compile_cached(function: Callable[..., None], signature: str) -> Callable[..., None]:
-    folder = Path(numba.njit(cache=True, **_OPTIONS)(function).stats.cache_path)
+def _compile_cached(
+    function: Callable[..., None], signature: str, options: dict[str, Any]
+) -> Callable[..., None]:
+    folder = Path(numba.njit(cache=True, **options)(function).stats.cache_path)
     chosen = _config.CACHE_DIR
     if chosen and folder.parent != Path(chosen):  # numba goes elsewhere without a word
         raise OSError(f"NUMBA_CACHE_DIR={chosen} cannot be written")
@@ -103,7 +116,7 @@ def _compile_cached(function: Callable[..., None], signature: str) -> Callable[.
     if files and not (seal.is_file() and seal.read_bytes() == _digests(files)):
         for file in files:
             file.unlink(missing_ok=True)
-    kernel = numba.njit(signature, cache=True, **_OPTIONS)(function)
+    kernel = numba.njit(signature, cache=True, **options)(function)
     if kernel.stats.cache_misses:
         seal.write_bytes(_digests(_cached_files(folder, name)))
     return kernel
@@ -114,9 +127,18 @@ def _cached_files(folder: Path, name: str) -> list[Path]:
     return sorted(folder.glob(f"{name}-*.nb[ic]"))
 
 
+@functools.cache
+def _sources() -> str:
+    """A digest of every source in this folder: a kernel may call any of them."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
 def _digests(files: list[Path]) -> bytes:
-    """The lines of a seal, which `sha256sum -c` accepts."""
-    lines = []
+    """The lines of a seal: a comment, and what `sha256sum -c` accepts."""
+    lines = [f"# sources {_sources()}\n"]
     for file in files:
         with contextlib.suppress(FileNotFoundError):  # another process has just discarded it
             lines.append(f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n")

@@ -8,9 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from gru_ref import threads
 from gru_ref.kernels.numba_cpu._compile import FLOATS, compiled, for_kernel
+from gru_ref.kernels.numba_cpu._workspace import empty
 from gru_ref.ops import embedding as definition
 from gru_ref.types import Array
+
+
+_SMALL = 64
+"""Columns too few for a second thread."""
 
 
 def backward(dy: Array, cache: tuple[Any, ...]) -> tuple[None, Array]:
@@ -24,14 +30,17 @@ def backward(dy: Array, cache: tuple[Any, ...]) -> tuple[None, Array]:
         or not 0 <= ids.min() <= ids.max() < vocab_size
     ):
         return definition.backward(dy, cache)
-    dweight = np.zeros((vocab_size, rows.shape[1]), dy.dtype)
-    _add_rows(for_kernel(rows), for_kernel(ids.reshape(-1), np.intp), dweight)
+    dweight = empty((vocab_size, rows.shape[1]), dy.dtype)
+    dweight[...] = 0
+    rows, ids = for_kernel(rows), for_kernel(ids.reshape(-1), np.intp)
+    threads.share(lambda j, end: _add_rows(rows, ids, j, end, dweight), rows.shape[1], unit=16, least=_SMALL)
     return None, dweight
 
 
-@compiled("T[:, ::1], intp[::1], T[:, ::1]")
-def _add_rows(rows: Array, ids: Array, dweight: Array) -> None:
+@compiled("T[:, ::1], intp[::1], intp, intp, T[:, ::1]")
+def _add_rows(rows: Array, ids: Array, j: int, end: int, dweight: Array) -> None:
+    """Columns j…end−1 of dweight: threads share columns, as two tokens may be one row."""
     for i in range(len(ids)):
-        row, total = rows[i], dweight[ids[i]]
-        for j in range(len(row)):
-            total[j] += row[j]
+        row, total = rows[i, j:end], dweight[ids[i], j:end]
+        for c in range(len(row)):
+            total[c] += row[c]

@@ -1,0 +1,237 @@
+"""Twin of gru_ref/ops/attention_blocked.py, where the equations are.
+
+Faster because a thread of the pool computes one head of one sequence after the other, with the scores of a few
+queries at a time in the CPU's cache, and only those of keys that are seen. Inputs rounded to 16 bits get the
+definition, and so does dropout.
+"""
+
+import math
+from typing import Any
+
+import numba
+import numpy as np
+
+from gru_ref import threads
+from gru_ref.kernels.numba_cpu._compile import FLOATS, OPTIONS, compiled
+from gru_ref.kernels.numba_cpu._elementary import exp
+from gru_ref.kernels.numba_cpu._product import multiply, pack, whole_panels
+from gru_ref.kernels.numba_cpu._workspace import empty
+from gru_ref.ops import attention_blocked as definition
+from gru_ref.ops.attention import heads_first, time_first
+from gru_ref.types import Array
+
+_QUERIES = 32
+"""Queries whose scores are computed together."""
+
+
+def forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    offset: int = 0,
+    precision: str = "fp32",
+    dropout: float = 0.0,
+    seed: int = 0,
+    step: int = 0,
+    layer: int = 0,
+    block: int = 64,
+) -> tuple[Array, tuple[Any, ...]]:
+    """As the definition; `block` is kept for its backward."""
+    (T, B, N, D), S = q.shape, len(k)
+    one_dtype = q.dtype == k.dtype == v.dtype and q.dtype in FLOATS
+    if precision != "fp32" or dropout or not one_dtype or T < 2 or not S:
+        return definition.forward(
+            q,
+            k,
+            v,
+            offset=offset,
+            precision=precision,
+            dropout=dropout,
+            seed=seed,
+            step=step,
+            layer=layer,
+            block=block,
+        )
+    q, k, v = (heads_first(_last_axis_contiguous(a)) for a in (q, k, v))
+    y, lam = empty((T, B, N, D), q.dtype), np.empty((B, N, T, 1), q.dtype)
+    threads.share(lambda i, end: _heads(q, k, v, offset, y, lam, i, end), B * N)
+    return y, (q, k, v, heads_first(y), lam, offset, block, precision, (dropout, seed, step, layer))
+
+
+def backward(dy: Array, cache: tuple[Any, ...]) -> tuple[Array, Array, Array]:
+    """As the definition."""
+    q, k, v, y, lam, offset, _, precision, (dropout, *_) = cache
+    B, N, T, D = q.shape
+    one_dtype = all(a.dtype == dy.dtype for a in (q, k, v, y, lam)) and dy.dtype in FLOATS
+    if precision != "fp32" or dropout or not one_dtype or T < 2:
+        return definition.backward(dy, cache)
+    dy = heads_first(_last_axis_contiguous(dy))
+    dq, dk, dv = (empty((a.shape[2], B, N, D), dy.dtype) for a in (q, k, v))
+    threads.share(lambda i, end: _heads_back(dy, q, k, v, y, lam, offset, dq, dk, dv, i, end), B * N)
+    return dq, dk, dv
+
+
+def _last_axis_contiguous(a: Array) -> Array:
+    """As kernels read it: a number after the other along D, any strides else; a copy only where it is not."""
+    return a if a.strides[-1] == a.itemsize and a.flags.writeable and a.flags.aligned else a.copy()
+
+
+@compiled(
+    "T[:, :, :, :], T[:, :, :, :], T[:, :, :, :], intp, T[:, :, :, ::1], T[:, :, :, ::1], intp, intp",
+    fastmath=("contract", "reassoc"),
+)
+def _heads(q: Array, k: Array, v: Array, offset: int, y: Array, lam: Array, first: int, end: int) -> None:
+    """Heads first…end−1, counted over sequences and heads: fills y (T, B, N, D) and λ (B, N, T, 1)."""
+    N, T, D = q.shape[1:]
+    S = k.shape[2]
+    S_wide, D_wide = whole_panels(S, q.itemsize), whole_panels(D, q.itemsize)
+    keys, values = np.empty(D * S_wide, q.dtype), np.empty(S * D_wide, q.dtype)
+    s, some_y = np.empty((_QUERIES, S_wide), q.dtype), np.empty((_QUERIES, D_wide), q.dtype)
+    for head in range(first, end):
+        b, n = head // N, head % N
+        pack(k[b, n].T, 0, S, keys)
+        pack(v[b, n], 0, D, values)
+        for i in range(0, T, _QUERIES):
+            rows = min(_QUERIES, T - i)
+            seen = max(0, min(S, i + rows + offset))  # keys that the last of these queries sees
+            _products(q[b, n, i : i + rows], keys, s, seen, _scale(q, D))
+            _clear(some_y, rows, D_wide)
+            for r in range(rows):
+                lam[b, n, i + r, 0] = _softmax(s[r], max(0, min(S, i + r + offset + 1)), seen)
+            if seen:
+                multiply(s[:rows, :seen], values, S, some_y[:rows])
+            _put(some_y, rows, y, i, b, n)
+
+
+@numba.njit(**OPTIONS)
+def _put(rows: Array, count: int, target: Array, i: int, b: int, n: int) -> None:
+    """target[i + r, b, n] ← rows[r] without what fills up its panels."""
+    for r in range(count):
+        for d in range(target.shape[3]):
+            target[i + r, b, n, d] = rows[r, d]
+
+
+@numba.njit(**OPTIONS)
+def _clear(a: Array, rows: int, columns: int) -> None:
+    for r in range(rows):
+        for c in range(columns):
+            a[r, c] = 0
+
+
+@numba.njit(**OPTIONS)
+def _scale(a: Array, D: int) -> float:
+    """1/√D as a's dtype."""
+    return a.dtype.type(1 / math.sqrt(D))
+
+
+@numba.njit(**OPTIONS, fastmath={"contract"})
+def _products(a: Array, keys: Array, s: Array, seen: int, scale: float) -> None:
+    """s_ij ← a_i · k_j · scale for rows a (rows, D) and, at least, the first `seen` packed keys."""
+    rows, D = a.shape
+    columns = whole_panels(seen, s.itemsize)
+    _clear(s, rows, columns)
+    multiply(a, keys, D, s[:rows, :columns])
+    for r in range(rows):
+        row = s[r]
+        for j in range(seen):
+            row[j] *= scale
+
+
+@numba.njit(**OPTIONS, fastmath={"contract", "reassoc"})
+def _softmax(s: Array, own: int, seen: int) -> float:
+    """s → p over the `own` keys that a query sees, 0 up to `seen`; λ."""
+    T = s.dtype.type
+    for j in range(own, seen):
+        s[j] = T(0)
+    if own == 0:
+        return T(-np.inf)
+    top = s[0]
+    for j in range(1, own):
+        top = max(top, s[j])
+    for j in range(own):
+        s[j] = exp(s[j] - top)
+    total = T(0)
+    for j in range(own):
+        total += s[j]
+    share = T(1) / total
+    for j in range(own):
+        s[j] *= share
+    return top + T(math.log(total))
+
+
+@compiled(
+    "T[:, :, :, :], T[:, :, :, :], T[:, :, :, :], T[:, :, :, :], T[:, :, :, :], T[:, :, :, ::1], intp, "
+    "T[:, :, :, ::1], T[:, :, :, ::1], T[:, :, :, ::1], intp, intp",
+    fastmath=("contract", "reassoc"),
+)
+def _heads_back(
+    dy: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    y: Array,
+    lam: Array,
+    offset: int,
+    dq: Array,
+    dk: Array,
+    dv: Array,
+    first: int,
+    end: int,
+) -> None:
+    """Heads first…end−1: fills their part of dq (T, B, N, D), dk and dv (S, B, N, D)."""
+    N, T, D = q.shape[1:]
+    S = k.shape[2]
+    S_wide, D_wide = whole_panels(S, q.itemsize), whole_panels(D, q.itemsize)
+    by_key, by_value = np.empty(D * S_wide, q.dtype), np.empty(D * S_wide, q.dtype)
+    keys = np.empty(S * D_wide, q.dtype)
+    some_q, some_dy = np.empty(_QUERIES * D_wide, q.dtype), np.empty(_QUERIES * D_wide, q.dtype)
+    p, ds = np.empty((_QUERIES, S_wide), q.dtype), np.empty((_QUERIES, S_wide), q.dtype)
+    some_dq = np.empty((_QUERIES, D_wide), q.dtype)
+    head_dk, head_dv = np.empty((S, D_wide), q.dtype), np.empty((S, D_wide), q.dtype)
+    zero = q.dtype.type(0)
+    scale = _scale(q, D)
+    for head in range(first, end):
+        b, n = head // N, head % N
+        pack(k[b, n].T, 0, S, by_key)
+        pack(v[b, n].T, 0, S, by_value)
+        pack(k[b, n], 0, D, keys)
+        _clear(head_dk, S, D_wide)
+        _clear(head_dv, S, D_wide)
+        for i in range(0, T, _QUERIES):
+            rows = min(_QUERIES, T - i)
+            seen = max(0, min(S, i + rows + offset))
+            some_queries, dy_of_them = q[b, n, i : i + rows], dy[b, n, i : i + rows]
+            _clear(some_dq, rows, D_wide)
+            if seen:
+                _products(some_queries, by_key, p, seen, scale)
+                # y = p v
+                _products(dy_of_them, by_value, ds, seen, q.dtype.type(1))
+                # p = softmax(s)
+                for r in range(rows):
+                    delta, dy_row, y_row = zero, dy[b, n, i + r], y[b, n, i + r]
+                    for d in range(D):
+                        delta += dy_row[d] * y_row[d]
+                    own = max(0, min(S, i + r + offset + 1))
+                    _softmax_back(p[r], ds[r], lam[b, n, i + r, 0], delta, scale, own, seen)
+                # s = q kᵀ/√D
+                multiply(ds[:rows, :seen], keys, S, some_dq[:rows])
+                pack(some_queries, 0, D, some_q)
+                pack(dy_of_them, 0, D, some_dy)
+                multiply(ds[:rows, :seen].T, some_q, rows, head_dk[:seen])
+                multiply(p[:rows, :seen].T, some_dy, rows, head_dv[:seen])
+            _put(some_dq, rows, dq, i, b, n)
+        _put(head_dk, S, dk, 0, b, n)
+        _put(head_dv, S, dv, 0, b, n)
+
+
+@numba.njit(**OPTIONS, fastmath={"contract"})
+def _softmax_back(p: Array, ds: Array, lam: float, delta: float, scale: float, own: int, seen: int) -> None:
+    """p: s → probabilities; ds: dp → ds/√D; both 0 for the keys from `own` to `seen`, which are not seen."""
+    for j in range(own):
+        p[j] = exp(p[j] - lam)
+        ds[j] = p[j] * (ds[j] - delta) * scale
+    zero = p.dtype.type(0)
+    for j in range(own, seen):
+        p[j] = zero
+        ds[j] = zero

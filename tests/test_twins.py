@@ -1,0 +1,214 @@
+"""Laws of every compiled twin, found by themselves: near the definition, the same for any number of threads.
+
+What a single twin promises beyond that stands in tests/test_backend.py.
+"""
+
+import inspect
+import json
+import pkgutil
+
+import numpy as np
+import pytest
+
+from gru_ref import Backend, accuracy, cli, ops, threads
+from gru_ref.kernels import numba_cpu
+from gru_ref.kernels.numba_cpu import _compile, _elementary, _product, _workspace
+
+TWINS = sorted(m.name for m in pkgutil.iter_modules(numba_cpu.__path__) if not m.name.startswith("_"))
+BOTH_WAYS = [op for op in TWINS if hasattr(getattr(ops, op), "forward") and op != "matmul"]
+DTYPES = [np.float32, np.float64]
+CASES = [
+    pytest.param(op, case, id=f"{op}, {name}")
+    for op in BOTH_WAYS
+    for name, case in getattr(getattr(ops, op), "CASES", {"plain": {}}).items()
+]
+
+
+@pytest.fixture
+def twins():
+    return Backend("numba")
+
+
+def run(functions, inputs, dy=None):
+    """Output, cache and gradients; dy of the first output's shape, the same for the same shape."""
+    y, cache = functions.forward(**inputs)
+    dy = np.random.default_rng(2).standard_normal(y.shape).astype(y.dtype)
+    return y, cache, functions.backward(dy, cache), dy
+
+
+def example(op, case, dtype, **sizes):
+    return getattr(ops, op).example(np.random.default_rng(1), dtype=dtype, **case, **sizes)
+
+
+def arrays(*values):
+    """All arrays within nested tuples."""
+    for value in values:
+        if isinstance(value, np.ndarray):
+            yield value
+        elif isinstance(value, tuple):
+            yield from arrays(*value)
+
+
+def assert_near(actual, expected, dtype):
+    """To 64 units in the last place of the largest value: small enough for any wrong term to show."""
+    if expected is None:
+        assert actual is None
+        return
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+    finite = np.isfinite(expected)
+    assert np.array_equal(actual[~finite], expected[~finite], equal_nan=True)
+    bound = 64 * np.finfo(dtype).eps * max(1, np.abs(expected[finite]).max(initial=0))
+    assert np.abs(actual - expected)[finite].max(initial=0) <= bound
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("op", "case"), CASES)
+def test_a_twin_agrees_with_its_definition_in_every_case_and_their_caches_mix(op, case, dtype, twins):
+    definition, twin = Backend("numpy"), getattr(twins, op)
+    definition = getattr(definition, op)
+    sizes = {"T": 17} if op == "gru" and "T" not in case else {}
+    inputs = example(op, case, dtype, **sizes)
+    before = [a.tobytes() for a in arrays(*inputs.values())]
+    y, cache, gradients, dy = run(definition, inputs)
+    fast_y, fast_cache, fast_gradients, _ = run(twin, inputs)
+    assert_near(fast_y, y, dtype)
+    for from_cache in (fast_gradients, twin.backward(dy, cache), definition.backward(dy, fast_cache)):
+        for actual, expected in zip(from_cache, gradients, strict=True):
+            assert_near(actual, expected, dtype)
+    assert [a.tobytes() for a in arrays(*inputs.values())] == before
+    assert [type(part) for part in fast_cache] == [type(part) for part in cache]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", TWINS)
+def test_the_errors_that_the_command_prints_are_those_of_rounding(op, dtype, twins):
+    rows = accuracy.errors(op, dtype, twins)
+    assert {row["function"] for row in rows} == twins.twins(op).keys() - {"round_to"}
+    for row in rows:
+        bound = 32 if row["definition"] is None else 4 + 2 * row["definition"]
+        assert row["twin"] <= bound, row
+
+
+def test_a_wrong_twin_would_show(monkeypatch, twins):
+    """The check is able to fail: a thousandth off is hundreds of units."""
+    right = twins.gelu.forward
+    monkeypatch.setattr(twins.gelu, "forward", lambda **k: (right(**k)[0] * np.float32(1.001), right(**k)[1]))
+    (row,) = [row for row in accuracy.errors("gelu", np.float32, twins) if row["function"] == "forward"]
+    assert row["twin"] > 100
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", [op for op in BOTH_WAYS if op != "linear"])
+def test_a_twin_gives_the_same_bits_for_any_number_of_threads(op, dtype, twins):
+    """BLAS may not (linear, and gru's large products of other sizes), so gru is compared within rounding."""
+    inputs = example(op, {}, dtype, **accuracy.SIZES.get(op, {}))
+    for name in accuracy._SMALLER.get(op, ()):
+        inputs[name] = inputs[name] / 8
+    results = []
+    for n in (1, 2, 3):
+        with threads.limited(n):
+            y, _, gradients, _ = run(getattr(twins, op), inputs)
+            results.append([y, *(g for g in gradients if g is not None)])
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            if op == "gru":
+                assert_near(a, b, dtype)
+            else:
+                assert a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize("op", BOTH_WAYS)
+def test_twins_take_views_that_are_strided_and_read_only(op, twins):
+    inputs = example(op, {}, np.float32, **({"T": 17} if op == "gru" else {}))
+    views = {
+        k: np.repeat(v, 2, axis=-1)[..., ::2] if isinstance(v, np.ndarray) else v for k, v in inputs.items()
+    }
+    for v in arrays(*views.values()):
+        v.flags.writeable = False
+    expected = run(getattr(twins, op), inputs)
+    actual = run(getattr(twins, op), views)
+    assert_near(actual[0], expected[0], np.float32)
+    for a, b in zip(actual[2], expected[2], strict=True):
+        assert_near(a, b, np.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("M", "K", "N"), [(1, 1, 1), (3, 300, 1151), (33, 257, 100), (64, 17, 49), (9, 512, 48)]
+)
+def test_both_matrix_products_are_right_for_awkward_sizes_and_layouts(M, K, N, dtype):
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal((M, K)).astype(dtype), rng.standard_normal((K, N)).astype(dtype)
+    exact = a.astype(np.float64) @ b.astype(np.float64)
+    for left in (a, np.asfortranarray(a)):
+        for right in (b, np.asfortranarray(b)):
+            c = np.zeros((M, _product.whole_panels(N, a.itemsize)), dtype)
+            _run_multiply(left, _product.packed(right), c)
+            for actual in (_product.product(left, right), c[:, :N]):
+                assert np.abs(actual - exact).max() <= 4 * K * np.finfo(dtype).eps * np.abs(exact).max()
+    assert np.array_equal(_product.product(a, b, a[0, :1].repeat(N)), _product.product(a, b) + a[0, 0])
+
+
+@_compile.compiled("T[:, :], T[::1], T[:, ::1]")
+def _run_multiply(a, panels, c):
+    _product.multiply(a, panels, a.shape[1], c)
+
+
+@pytest.mark.parametrize(
+    ("name", "function"), [("sigmoid", lambda x: 1 / (1 + np.exp(-x))), ("tanh", np.tanh)]
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_gates_functions_keep_nan_and_reach_their_limits(name, function, dtype):
+    x = np.array([np.nan, np.inf, -np.inf, 0, 1e-30, -1e-30, 60, -60, 1e30, -1e30], dtype)
+    with np.errstate(over="ignore"):
+        expected = function(x)
+    assert np.allclose(_elementary.over(name, x), expected, rtol=1e-6, atol=1e-37, equal_nan=True)
+
+
+def test_the_elementary_functions_are_within_their_stated_units_in_the_last_place():
+    stated = {"exp": 1.1, "sigmoid": 2.6, "tanh": 2.6}
+    assert {
+        row["function"]: row["ulp"] <= stated[row["function"]] for row in accuracy.elementary_errors()
+    } == (dict.fromkeys(stated, True))
+
+
+def test_the_command_prints_the_errors(capsys):
+    assert cli.run(["backends", "--errors", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert {row["op"] for row in printed["errors"]} >= {"gru", "attention_blocked", "adamw"}
+    assert [row["function"] for row in printed["elementary"]] == ["exp", "sigmoid", "tanh"]
+    assert cli.run(["backends", "--errors"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["op", "function", "result", "dtype", "twin", "definition"]
+    assert sum(line.startswith("gru ") for line in lines) == sum(r["op"] == "gru" for r in printed["errors"])
+
+
+# --- memory -----------------------------------------------------------------------------------------------
+
+
+def test_memory_is_used_again_once_nothing_refers_to_it(monkeypatch):
+    monkeypatch.setattr(_workspace, "_free", {})
+    a = _workspace.empty((300, 400), np.float32)
+    view, address = a[1:, ::2], a.ctypes.data
+    del a
+    other = _workspace.empty((300, 400), np.float32)
+    assert other.ctypes.data != address  # a view still refers to the first
+    del view
+    again = _workspace.empty((400, 300), np.int32)  # another shape of as many bytes
+    assert again.ctypes.data == address
+    assert again.flags.c_contiguous
+    assert again.flags.writeable
+
+
+def test_memory_that_is_not_asked_for_is_returned(monkeypatch):
+    monkeypatch.setattr(_workspace, "_free", {})
+    monkeypatch.setattr(_workspace, "_OLD", 3)
+    for n in (100_000, 200_000, 300_000, 400_000, 500_000):
+        _workspace.empty(n, np.uint8)
+    assert sum(len(blocks) for blocks in _workspace._free.values()) <= 3
+
+
+def test_every_option_of_accuracy_is_one_of_the_example():
+    for op, sizes in accuracy.SIZES.items():
+        parameters = inspect.signature(getattr(ops, op).example).parameters
+        assert "options" in parameters or sizes.keys() <= parameters.keys()
