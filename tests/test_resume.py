@@ -195,6 +195,7 @@ CHANGES = {
     "train.label_smoothing": (0.1, "override"),
     "train.seed": (2, "fixed"),
     "train.max_skipped": (3, "free"),
+    "train.segments": (4, "free"),
     "train.checkpoint_every": (3, "free"),
     "train.keep_checkpoints": (3, "free"),
     "train.eval_every": (3, "free"),
