@@ -1,0 +1,159 @@
+"""Seconds of an optimizer step: measured here on a shortened step, or on a GPU from its peak and bandwidth.
+
+On a GPU, a plain sum of work and traffic:
+
+    seconds = FLOPs / (peak · share) + bytes / bandwidth
+    bytes   = 2 · activations and workspace, for each micro-batch    written once, read once
+            + 32 · parameters                                        g twice; θ, m, v read and written
+
+The share of the peak is that of a public run of the same kind of model and not a property of the card: say
+another where you know better. Here no peak is known, so the step itself is timed, at a size that takes a
+second or two, and continued in proportion to the length and to the number of layers.
+"""
+
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gru_ref.config import Config
+from gru_ref.models import family
+from gru_ref.plan.devices import Device
+from gru_ref.plan.flops import flops_per_token
+from gru_ref.plan.memory import memory, parameters
+
+# gru-lm: 17,666 tokens/s of the write-up's GRU on an L40S, in fp32. gpt2: the lesson's 12 layers in bf16; its
+# 4 layers, too small for that card, reached 3.5 %.
+SHARE_OF_PEAK = {"gru-lm": (0.088, "fp32"), "gpt2": (0.13, "bf16")}
+
+BUDGET = 1.6  # seconds that timing here may take, about
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A predicted optimizer step. `parts` are its seconds by purpose; `how` says where they come from."""
+
+    parts: dict[str, float]
+    tokens: int  # of the step, A·B·T
+    how: str
+
+    @property
+    def seconds_per_step(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds_per_step
+
+
+def tokens_per_step(config: Config) -> int:
+    """A·B·T."""
+    return config.train.accumulation * config.train.batch_size * config.train.seq_len
+
+
+def predict_on(config: Config, gpu: Device, precision: str, share: float | None = None) -> Speed:
+    """The step on a GPU. share: of its peak in `precision` that products reach; None: SHARE_OF_PEAK."""
+    default, measured_in = SHARE_OF_PEAK[config.model.kind]
+    used = default if share is None else share
+    tokens = tokens_per_step(config)
+    products = tokens * sum(flops_per_token(config).values()) / (used * gpu.flops_per_second(precision))
+    n_bytes = 2 * config.train.accumulation * memory(config)["activations and workspace"]
+    n_bytes += 32 * sum(row.count for row in parameters(config))
+    how = f"{100 * used:.3g} % of the {precision} peak"
+    if share is None:
+        how += f", as a public run reached in {measured_in}"
+    return Speed({"products": products, "memory traffic": n_bytes / (1e9 * gpu.bandwidth)}, tokens, how)
+
+
+def measure_here(config: Config, budget: float = BUDGET) -> Speed:
+    """The step here, with the kernels, precision and threads of `config`; takes `budget` seconds, about.
+
+    A model of more than two layers is timed with one and with two of them. A recurrent model is timed over
+    fewer time steps of the whole batch, another one over fewer windows of the whole length; the last doubling
+    says what one more costs.
+    """
+    from threadpoolctl import threadpool_limits
+
+    from gru_ref.training.loop import available_cores
+
+    layers, accumulation = config.model.layers, config.train.accumulation
+    depths = (layers,) if layers <= 2 else (1, 2)
+    with threadpool_limits(config.run.threads or available_cores(), user_api="blas"):
+        _time_shortened(_tiny(config), 0.0)  # imports and compiles
+        timed = [
+            _time_shortened(config.replace("model", layers=depth), budget / len(depths)) for depth in depths
+        ]
+        update, counted = _time_update(config.replace("model", layers=depths[0]))
+    micro_batch = timed[0][0] + (layers - depths[0]) * (timed[-1][0] - timed[0][0])
+    n = sum(row.count for row in parameters(config))
+    how = f"timed with {' and '.join(map(str, depths))} layers over {' and '.join(size for _, size in timed)}"
+    parts = {"forward and backward": accumulation * micro_batch, "update": update * n / counted}
+    return Speed(parts, tokens_per_step(config), how)
+
+
+def _time_shortened(config: Config, budget: float) -> tuple[float, str]:
+    """Seconds of forward and backward of one micro-batch, and the sizes that it was timed at."""
+    from gru_ref.training.step import accumulate
+
+    model = _model(config)
+    T, B = config.train.seq_len, config.train.batch_size
+    full, unit = (T, "time steps") if model.context is None else (B, "windows")
+    rng = np.random.default_rng(0)
+
+    def seconds(size: int) -> float:
+        shape = (size, B) if model.context is None else (T, size)
+        ids = rng.integers(0, config.model.vocab_size, shape)
+        started = time.perf_counter()
+        accumulate(model, [(ids, ids)])
+        return time.perf_counter() - started
+
+    end = time.perf_counter() + budget
+    size = before = 1
+    taken = [seconds(size)]
+    shorter = 0.0
+    while size < full and (size == 1 or time.perf_counter() + 2 * taken[0] < end):
+        before, shorter = size, taken[0]
+        size = min(2 * size, full)
+        taken = [seconds(size)]
+    while time.perf_counter() + taken[0] < end:
+        taken.append(seconds(size))
+    last = statistics.median(taken)
+    if size == full:
+        return last, f"all {full} {unit}"
+    one_more = max(0.0, last - shorter) / (size - before)
+    return last + (full - size) * one_more, f"{size} of {full} {unit}"
+
+
+def _time_update(config: Config) -> tuple[float, int]:
+    """Seconds of norm, clipping, optimizer and finite checks, and the number of parameters they are for."""
+    from gru_ref.training.optimizer import Optimizer
+    from gru_ref.training.step import train_step
+
+    model = _model(config)
+    optimizer = Optimizer(config.optimizer, model.ops)
+    for _ in range(2):  # the first one also takes the memory of gradients and moments
+        started = time.perf_counter()
+        train_step(model, optimizer, [], lr=0.0, clip_norm=config.train.clip_norm)
+        seconds = time.perf_counter() - started
+    return seconds, model.arena.size
+
+
+def _model(config: Config) -> Any:
+    """A model with weights that are made faster than the true initial ones, and cost as much to use."""
+    from gru_ref.backend import Backend
+
+    kind, run = config.model.kind, config.run
+    model = family(kind).Model(config.model, backend=Backend(run.kernels), precision=run.precision)
+    few = np.random.default_rng(0).standard_normal(4093, dtype=np.float32)
+    model.arena.params[...] = 0.02 * np.resize(few, model.arena.size)
+    model.arena.grads[...] = 0
+    return model
+
+
+def _tiny(config: Config) -> Config:
+    """The same kind of model, as small as it gets."""
+    model = config.model
+    config = config.replace("model", layers=1, hidden=model.heads, embedding=0)
+    return config.replace("train", batch_size=2, seq_len=2)
