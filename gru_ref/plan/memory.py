@@ -35,7 +35,9 @@ def memory(config: Config) -> dict[str, int]:
     rows = parameters(config)
     n = sum(row.count for row in rows)
     train = config.train
-    floats = family(config.model.kind).activation_floats(config.model, train.seq_len, train.batch_size)
+    floats = family(config.model.kind).activation_floats(
+        config.model, train.seq_len, train.batch_size, train.segments
+    )
     largest_update = max(
         sum(row.count for row in rows if row.decayed is decayed) for decayed in (True, False)
     )
