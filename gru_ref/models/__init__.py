@@ -1,7 +1,8 @@
 """The model families. `config.kind` names the file: 'gru-lm' is gru_ref/models/gru_lm.py.
 
 A family's file defines `parameter_shapes(config)`, which explains every tensor of a checkpoint,
-`activation_floats(config, T, B, segments)`, and `Model`, a `LanguageModel`; the package knows no more of it.
+`kept_floats` and `activation_floats(config, T, B, segments)`, and `Model`, a `LanguageModel`; the package
+knows no more of it.
 """
 
 import importlib

@@ -51,18 +51,26 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def activation_floats(config: ModelConfig, T: int, B: int, segments: int = 1) -> int:
-    """How many floats a forward and backward over a (T, B) batch hold at their peak, weights aside.
+def kept_floats(config: ModelConfig, T: int, B: int, segments: int = 1) -> int:
+    """How many floats forward keeps for backward over a (T, B) batch.
 
     Kept are the blocks of one segment, and x (C) at the start of every other. Of each token a block keeps x̂
     and the results of both norms (4C), q, k, v and y (4C), the GELU's input and result (8C), λ and rstd; the
-    last norm keeps 2C. The peak is either at the loss, with logits, log p and their difference or gradient
+    last norm keeps 2C.
+    """
+    C = config.hidden
+    parts = split_evenly(config.layers, segments)  # the last is the longest
+    return T * B * (len(parts[-1]) * (16 * C + config.heads + 2) + (len(parts) - 1) * C + 2 * C + 1)
+
+
+def activation_floats(config: ModelConfig, T: int, B: int, segments: int = 1) -> int:
+    """How many floats a forward and backward over a (T, B) batch hold at their peak, weights aside.
+
+    Beside `kept_floats`, the peak is either at the loss, with logits, log p and their difference or gradient
     (3V), or in the backward of a GELU, with dlogits (V), what passes by (2C) and five times 4C.
     """
     V, C = config.vocab_size, config.hidden
-    parts = split_evenly(config.layers, segments)  # the last is the longest
-    kept = len(parts[-1]) * (16 * C + config.heads + 2) + (len(parts) - 1) * C + 2 * C + 1
-    return T * B * (kept + max(3 * V, V + 22 * C))
+    return kept_floats(config, T, B, segments) + T * B * max(3 * V, V + 22 * C)
 
 
 class GPT2:

@@ -53,11 +53,20 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def kept_floats(config: ModelConfig, T: int, B: int, segments: int = 1) -> int:
+    """How many floats forward keeps for backward over a (T, B) batch.
+
+    xᴸ (H) of every token, the state before every segment, and of the last segment what `_slice_floats` says.
+    """
+    grouped = segments_of(T, segments)
+    H, L = config.hidden, config.layers
+    return B * (T * H + len(grouped) * L * H) + _slice_floats(config, B, grouped[-1])
+
+
 def activation_floats(config: ModelConfig, T: int, B: int, segments: int = 1) -> int:
     """How many floats a forward and backward over a (T, B) batch hold at their peak, weights aside.
 
-    The layers keep xᴸ (H) of every token, the state before every segment, and of one segment the embedding
-    (E) and h, r, z, n, q of each layer (5H) for every token, and the state before each slice. The peak is
+    Beside xᴸ and the states that forward keeps, and what a segment keeps, the peak is
 
     - at the loss, with logits, log p and their difference or gradient (3P),
     - or in a slice's backward, with dlogits (P), dxᴸ (H) and where E is not H dx⁰ of every token, and of the
@@ -67,20 +76,29 @@ def activation_floats(config: ModelConfig, T: int, B: int, segments: int = 1) ->
     P, H, L = padded_vocab(config), config.hidden, config.layers
     E = config.embedding or H
     grouped = segments_of(T, segments)
-    lengths = [[steps.stop - steps.start for steps in slices] for slices in grouped]
-    kept = [B * (sum(slices) * (E + 5 * H * L) + len(slices) * L * H) for slices in lengths]
-    longest = B * max(map(max, lengths))
+    in_segment = [_slice_floats(config, B, slices) for slices in grouped]
+    longest = B * max(steps.stop - steps.start for slices in grouped for steps in slices)
     widest = max(E if L <= 2 else 0, H if L > 1 else 0)
     passing = T * B * (P + H + (0 if E == H else E))
     return (
         T * B * H
         + len(grouped) * L * B * H
         + max(
-            kept[-1] + T * B * 3 * P,
-            max(kept) + passing + longest * ((7 if L > 1 else 6) * H + widest) + 3 * H * (widest + H + 2),
+            in_segment[-1] + T * B * 3 * P,
+            max(in_segment)
+            + passing
+            + longest * ((7 if L > 1 else 6) * H + widest)
+            + 3 * H * (widest + H + 2),
             passing + T * B * E + P * E,
         )
     )
+
+
+def _slice_floats(config: ModelConfig, B: int, slices: list[slice]) -> int:
+    """What slices keep: the embedding (E) and h, r, z, n, q of each layer (5H) of a token, and the states."""
+    H, L = config.hidden, config.layers
+    tokens = B * sum(steps.stop - steps.start for steps in slices)
+    return tokens * ((config.embedding or H) + 5 * H * L) + B * len(slices) * L * H
 
 
 def segments_of(T: int, segments: int) -> list[list[slice]]:

@@ -1,8 +1,8 @@
 """Common GPUs: memory, memory bandwidth, and the peak of matrix products in each precision.
 
-The figures are those of the vendor data sheets: dense, so without structured sparsity, which doubles what is
-printed largest there; fp16 and bf16 with sums in fp32. A precision that is not listed has no fast path on that
-card, or no figure that we could confirm. A peak is what no program exceeds, not what one should expect.
+The figures are those of the vendor data sheets: dense, so without structured sparsity, which doubles what
+is printed largest there; fp16 and bf16 with sums in fp32. A precision that is not listed has no fast path on
+that card, or no figure that we could confirm. A peak is what no program exceeds, not what one should expect.
 """
 
 import difflib

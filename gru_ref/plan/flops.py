@@ -12,8 +12,8 @@ from gru_ref.config import Config
 from gru_ref.plan.memory import parameters
 
 FORMULA = {
-    "gru-lm": "6 N: 2 forward and 4 backward for each weight in a product",
-    "gpt2": "6 N + 6 L C T: 6 for each weight in a product, and causal attention",
+    "gru-lm": "6 N for N weights in products: 2 forward, 4 backward",
+    "gpt2": "6 N for N weights in products: 2 forward, 4 backward; 6 L C T for attention",
 }
 
 
