@@ -52,7 +52,8 @@ def main(rounds: int) -> None:
             step = stepper(config, kernels)
             for K, times in measure(step, rounds).items():
                 shown = "  ".join(f"{seconds:7.3f} {share - 1:+4.0%}" for seconds, share in times)
-                predicted = plan.memory(config.replace("train", segments=K))["activations and workspace"]
+                sizes = plan.memory(config.replace("train", segments=K))
+                predicted = sizes["activations"] + sizes["workspace"]
                 print(f"  {K}  {shown}  {peak(partial(step, K)) / 1e6:10.1f} {predicted / 1e6:10.1f}")
 
 

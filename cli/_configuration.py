@@ -15,6 +15,7 @@ NAMED = {
     "batch_size": ("train.batch_size", int, "Windows in a micro-batch."),
     "seq_len": ("train.seq_len", int, "Tokens in a window."),
     "accumulation": ("train.accumulation", int, "Micro-batches in a step."),
+    "segments": ("train.segments", int, "K: recompute the activations of all but one of K parts."),
     "seed": ("train.seed", int, "Seed of weights, data order, dropout and samples."),
     "tokenizer": ("data.tokenizer", str, "ascii100, bytes, bpe or ids; default: the corpus's, or ascii100."),
     "vocab": ("data.vocab", str, "For bpe: a folder with vocab.json and merges.txt, or a tokenizer.json."),

@@ -60,7 +60,8 @@ class _Bytes(click.ParamType):
 @click.option("--measured-tokens-per-second", type=_Positive(), help="Of another engine, to compare.")
 @click.option("--measured-memory", type=_Bytes(), help="Of another engine, to compare, as 26.4GB.")
 @named_options(
-    "steps", "epochs", "batch_size", "seq_len", "accumulation", "tokenizer", "vocab", "kernels", "threads"
+    *("steps", "epochs", "batch_size", "seq_len", "accumulation", "segments"),
+    *("tokenizer", "vocab", "kernels", "threads"),
 )
 @set_option
 @click.option("--json", "as_json", is_flag=True, help="Print every figure as JSON.")

@@ -3,7 +3,7 @@
 On a GPU, a plain sum of work and traffic:
 
     seconds = FLOPs / (peak · share) + bytes / bandwidth
-    FLOPs   = those of flops.py, and once more a third of them for what the segments recompute
+    FLOPs   = those of flops.py, and the forward third of them again for K − 1 of K segments
     bytes   = 2 · (activations + workspace) for each micro-batch    written once, read once
             + 32 a parameter                                        g twice; θ, m, v read and written
 
