@@ -131,6 +131,30 @@ def test_all_but_the_last_segment_are_computed_once_more(name, op, parts, segmen
     assert len(calls) == 2 * layers * (parts + again)
 
 
+@pytest.mark.parametrize("name", ["gru", "gpt2"])
+@pytest.mark.parametrize("segments", [1, 3])
+def test_a_cache_serves_once(name, segments):
+    """Its activations are gone; in silence the second gradient would lack every layer."""
+    model = build(MODELS[name])
+    logits, _, cache = model.forward(np.zeros((T, B), np.int64), segments=segments)
+    model.backward(logits, cache)
+    once = model.arena.grads.copy()
+    with pytest.raises(ValueError, match="this cache has served already"):
+        model.backward(logits, cache)
+    assert np.array_equal(model.arena.grads, once)
+
+
+@pytest.mark.parametrize("segments", [1, 3])
+def test_a_cache_holds_one_rounded_copy_of_the_weights_and_not_one_a_slice(segments):
+    model = build(GRU, precision="bf16")
+    _, _, (weights, _, _, kept, _) = model.forward(np.zeros((T, B), np.int64), segments=segments)
+    caches = [gru_cache for *_, slices in kept for layers in slices for gru_cache, _ in layers]
+    assert len(caches) == {1: 8, 3: 3}[segments] * 2
+    for i, cache in enumerate(caches):
+        assert cache[6] is weights[i % 2][0]
+        assert cache[7] is weights[i % 2][1]
+
+
 def test_segments_are_contiguous_and_the_last_is_the_longest():
     for n in range(1, 40):
         for parts in range(1, 45):

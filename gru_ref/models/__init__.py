@@ -54,7 +54,7 @@ class LanguageModel(Protocol):
     def backward(self, dlogits: Array, cache: tuple[Any, ...]) -> None:
         """dlogits, shaped as the logits: adds every parameter's gradient to `arena.grad`.
 
-        It frees the cache as it goes, so a cache serves once.
+        It frees the cache as it goes. Raises ValueError for a cache that has served already.
         """
 
 

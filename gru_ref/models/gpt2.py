@@ -174,6 +174,8 @@ class GPT2:
         ops, g = self.ops, self.arena.grad
         embedding_cache, position_cache, dropout_cache, blocks, ln_f_cache, classifier_cache = cache
         state, dropout_step, kept = blocks
+        if not kept:
+            raise ValueError("this cache has served already; backward needs a forward of its own")
         # logits = norm(xᴸ) · W_cᵀ
         dx, dweight, _ = ops.linear.backward(dlogits, classifier_cache)
         self._true_rows(g[self._classifier_weight])[...] += dweight

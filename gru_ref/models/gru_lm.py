@@ -191,6 +191,8 @@ class GRULM:
     def backward(self, dlogits: Array, cache: tuple[Any, ...]) -> None:
         """dlogits (T, B, P): adds every parameter's gradient to `arena.grad`. A cache serves once."""
         weights, ids, dropout_step, kept, classifier_cache = cache
+        if not kept:
+            raise ValueError("this cache has served already; backward needs a forward of its own")
         P, E = self.arena.param["embedding.weight"].shape
         # logits = xᴸ · W_cᵀ + b_c
         classifier = (self._classifier_weight, "classifier.bias")
@@ -231,6 +233,7 @@ class GRULM:
                 reset_after=config.reset_after,
                 precision=self.precision,
             )
+            # rounded copies of the weights are alike, so every slice's cache gets the same ones
             gru_cache = (*gru_cache[:6], *weights[layer][:2], *gru_cache[8:])
             states.append(x[-1])
             dropout_cache = None
@@ -259,7 +262,7 @@ class GRULM:
         return dx, dstate_before
 
     def _rounded_weights(self) -> list[list[Array]]:
-        """Weights and biases of every layer; rounded copies here, so that not every slice keeps its own."""
+        """Weights and biases of every layer, the weights rounded to the precision of products."""
         layers = [
             [self.arena.param[name] for name in _gru_parameters(layer)] for layer in range(self.config.layers)
         ]
