@@ -1,4 +1,4 @@
-"""What all commands share about the terminal: the console, and tables that survive a pipe."""
+"""What all commands share about the terminal: the console, tables that survive a pipe, and durations."""
 
 from typing import TYPE_CHECKING
 
@@ -26,3 +26,10 @@ def console() -> "Console":
         no_color=True,
         width=PIPED_WIDTH,
     )
+
+
+def clock(seconds: float) -> str:
+    """h:mm:ss."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}"

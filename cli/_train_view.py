@@ -9,7 +9,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from gru_ref.cli._terminal import console
+from gru_ref.cli._terminal import clock, console
 from gru_ref.types import Event
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class TrainView:
             done = event["step"] - self.resumed_at
             left = elapsed / done * (self.steps - event["step"])
             self.line(
-                f"step {event['step']:>{len(str(self.steps))}}/{self.steps}  {figures}  left {_clock(left)}"
+                f"step {event['step']:>{len(str(self.steps))}}/{self.steps}  {figures}  left {clock(left)}"
             )
 
     def _on_evaluation(self, event: Event) -> None:
@@ -182,7 +182,7 @@ class TrainView:
         self.line(f"stopping after step {event['step']} ({event['reason']})")
 
     def _on_finished(self, event: Event) -> None:
-        self.line(f"trained {event['tokens']:,} tokens in {_clock(time.perf_counter() - self.started)}")
+        self.line(f"trained {event['tokens']:,} tokens in {clock(time.perf_counter() - self.started)}")
 
 
 def _progress(console: Any) -> "Progress":
@@ -208,12 +208,6 @@ def _figures(event: Event, short: bool = False) -> str:
         return f"loss {loss} lr {event['lr']:.1e} |g| {norm} {speed}"
     bpb = number(event["bpb"], ".3f")
     return f"loss {loss}  bpb {bpb}  lr {event['lr']:.2e}  norm {norm}  {speed}"
-
-
-def _clock(seconds: float) -> str:
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02d}:{second:02d}"
 
 
 def _printable(text: str) -> str:

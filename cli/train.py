@@ -8,38 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from gru_ref.cli._configuration import check_file_name, dotted, named_options, set_option, with_length
+
 if TYPE_CHECKING:
     from gru_ref.config import Config
     from gru_ref.training import Stop, TrainResult
-
-# Options that are short names of configuration keys.
-_NAMED = {
-    "steps": ("train.steps", int, "Optimizer steps."),
-    "epochs": ("train.epochs", float, "Passes over the training text, instead of --steps."),
-    "batch_size": ("train.batch_size", int, "Windows in a micro-batch."),
-    "seq_len": ("train.seq_len", int, "Tokens in a window."),
-    "accumulation": ("train.accumulation", int, "Micro-batches in a step."),
-    "seed": ("train.seed", int, "Seed of weights, data order, dropout and samples."),
-    "tokenizer": ("data.tokenizer", str, "ascii100, bytes, bpe or ids; default: the corpus's, or ascii100."),
-    "vocab": ("data.vocab", str, "For bpe: a folder with vocab.json and merges.txt, or a tokenizer.json."),
-    "val_fraction": ("data.val_fraction", float, "Last share of the text kept for validation."),
-    "lr": ("schedule.lr", float, "Peak learning rate."),
-    "warmup": ("schedule.warmup", float, "Warm-up: steps, or a share below 1."),
-    "device": ("run.device", str, "auto or cpu."),
-    "kernels": ("run.kernels", str, "numpy (the definitions) or numba (their compiled twins)."),
-    "precision": ("run.precision", str, "Of matrix products: fp32, fp16 or bf16."),
-    "threads": ("run.threads", int, "BLAS threads; 0 takes the cores this process may use."),
-    "checkpoint_every": ("train.checkpoint_every", int, "Steps between checkpoints; 0: only the last."),
-    "eval_every": ("train.eval_every", int, "Steps between validations; 0: only first and last."),
-    "sample_every": ("train.sample_every", int, "Steps between samples of text; 0: only first and last."),
-    "log_every": ("train.log_every", int, "Steps between lines on the screen."),
-}
-
-
-def _named_options(function: Any) -> Any:
-    for name, (_, kind, text) in reversed(_NAMED.items()):
-        function = click.option(f"--{name.replace('_', '-')}", name, type=kind, help=text)(function)
-    return function
 
 
 @click.command("train")
@@ -51,9 +24,9 @@ def _named_options(function: Any) -> Any:
 @click.option("--val-data", multiple=True, metavar="FILE", help="Validate on this text instead of a share.")
 @click.option("--out", metavar="RUN", help="New run directory; without it runs/run-001 and so on.")
 @click.option("--resume", "resume_path", metavar="RUN", help="Go on with this run, or from its checkpoint.")
-@_named_options
+@named_options()
 @click.option("--carry-state", is_flag=True, default=None, help="Carry the hidden state between windows.")
-@click.option("--set", "assignments", multiple=True, metavar="KEY.SUB=VALUE", help="Any configuration key.")
+@set_option
 @click.option("--override", is_flag=True, help="With --resume: allow changes that change the run.")
 @click.option("--stop-at", type=click.IntRange(0), default=0, metavar="N", help="Leave after step N.")
 @click.option("--dry-run", is_flag=True, help="Print parameters and predicted memory, and train nothing.")
@@ -76,9 +49,9 @@ def command(
     Settings come from the preset, then CONFIG.toml, then the options; the later wins. Ctrl-C finishes the
     step, writes a checkpoint and prints the line that resumes.
     """
-    options = _options(named, data, val_data, carry_state, assignments)
-    if config_file is not None and not config_file.endswith(".toml"):
-        raise click.UsageError(f"{config_file}: a configuration ends in .toml; text goes with --data")
+    others = {"data.files": data, "data.val_files": val_data, "train.carry_state": carry_state}
+    options = dotted(named, others, assignments)
+    check_file_name(config_file)
     if resume_path is not None:
         for value, name in ((config_file, "CONFIG.toml"), (preset, "--preset"), (out, "--out")):
             if value is not None:
@@ -107,31 +80,6 @@ def command(
                 result = resume(resume_path, changes=options, override=override, **common)
             view.finish(result)
     return _exit_code(result, signals)
-
-
-def _options(
-    named: dict[str, Any],
-    data: tuple[str, ...],
-    val_data: tuple[str, ...],
-    carry_state: bool | None,
-    assignments: tuple[str, ...],
-) -> dict[str, Any]:
-    """Dotted keys and values from the command line; --set comes last."""
-    options = {_NAMED[name][0]: value for name, value in named.items() if value is not None}
-    if options.get("train.epochs") and "train.steps" not in options:
-        options["train.steps"] = 0
-    if data:
-        options["data.files"] = data
-    if val_data:
-        options["data.val_files"] = val_data
-    if carry_state is not None:
-        options["train.carry_state"] = carry_state
-    for assignment in assignments:
-        key, equals, value = assignment.partition("=")
-        if not equals:
-            raise click.UsageError(f"--set {assignment}: write it as key.sub=value, as in train.steps=500")
-        options[key.strip()] = value.strip()
-    return options
 
 
 class _Signals:
@@ -196,13 +144,8 @@ def _dry_run(config: "Config") -> int:
     from gru_ref import plan
     from gru_ref.cli._terminal import console
     from gru_ref.schedules import phases
-    from gru_ref.training.trainer import Data, resolve_tokenizer, total_steps
 
-    steps = config.train.steps
-    if config.data.files or not (steps and config.model.vocab_size):  # else it is all known without a text
-        data = Data(config)
-        config = resolve_tokenizer(config, data.tokenizer)
-        steps = total_steps(config, data.train)
+    config, steps = with_length(config)
     phases(config.schedule, steps)
     table = Table("parameter", "shape")
     table.add_column("count", justify="right")

@@ -63,6 +63,7 @@ class TrainConfig:
     batch_size: int = 32  # windows in a micro-batch, B
     seq_len: int = 128  # tokens in a window, T
     accumulation: int = 1  # micro-batches in a step
+    segments: int = 1  # K: backward computes the activations of K−1 of K parts again, instead of keeping them
     carry_state: bool = (
         False  # truncated BPTT: consecutive windows, hidden state carried from one to the next
     )
@@ -170,6 +171,7 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "train.batch_size": (1, 2**24, True),
     "train.seq_len": (1, 2**24, True),
     "train.accumulation": (1, 2**24, True),
+    "train.segments": (1, 2**16, True),
     "train.clip_norm": (0, math.inf, False),
     "train.label_smoothing": (0, 1, False),
     "train.seed": (0, MAX_SEED, True),
@@ -207,6 +209,7 @@ FREE_ON_RESUME = frozenset(
         "run.device",
         "train.steps",
         "train.max_skipped",
+        "train.segments",
     }
     | {"train.log_every", "train.checkpoint_every", "train.keep_checkpoints", "train.eval_every"}
     | {"train.sample_every"}

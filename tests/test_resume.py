@@ -108,11 +108,11 @@ def test_the_carried_state_is_saved_and_zeroed_where_an_epoch_starts(tiny, tmp_p
     text.write_bytes(text.read_bytes()[:81])
     starts, forward = [], GRULM.forward
 
-    def spy(self, ids, state=None, *, dropout_step=None):
+    def spy(self, ids, state=None, *, dropout_step=None, **options):
         starts.append("eval" if dropout_step is None else None if state is None else bool(np.any(state)))
         if dropout_step is None:
             assert state is None or len(ids) == 1  # a sample feeds its own state back
-        return forward(self, ids, state, dropout_step=dropout_step)
+        return forward(self, ids, state, dropout_step=dropout_step, **options)
 
     monkeypatch.setattr(GRULM, "forward", spy)
     options = {"train.carry_state": True, "train.steps": 7, "train.eval_every": 1, "data.val_fraction": 0.2}
@@ -195,6 +195,7 @@ CHANGES = {
     "train.label_smoothing": (0.1, "override"),
     "train.seed": (2, "fixed"),
     "train.max_skipped": (3, "free"),
+    "train.segments": (4, "free"),
     "train.checkpoint_every": (3, "free"),
     "train.keep_checkpoints": (3, "free"),
     "train.eval_every": (3, "free"),

@@ -42,8 +42,8 @@ def poison(monkeypatch):
     def install(*attempts):
         forward, count = GRULM.forward, iter(range(1, 10_000))
 
-        def poisoned(self, ids, state=None, *, dropout_step=None):
-            logits, state, cache = forward(self, ids, state, dropout_step=dropout_step)
+        def poisoned(self, ids, state=None, *, dropout_step=None, **options):
+            logits, state, cache = forward(self, ids, state, dropout_step=dropout_step, **options)
             if dropout_step is not None and next(count) in attempts:
                 logits = logits * np.nan
             return logits, state, cache
@@ -118,6 +118,7 @@ def test_a_step_gets_what_the_configuration_says(tiny, monkeypatch):
 
     monkeypatch.setattr("gru_ref.training.trainer.train_step", spy)
     options = {"train.accumulation": 3, "train.clip_norm": 0.7, "train.label_smoothing": 0.1}
+    options |= {"train.segments": 4}
     trainer = Trainer.start(tiny({"train.seed": 9, "schedule.warmup": 5, "schedule.decay": 0, **options}))
     windows = Windows(trainer.data.train.tokens, 8, seed=9)
     for step in range(2):
@@ -129,6 +130,7 @@ def test_a_step_gets_what_the_configuration_says(tiny, monkeypatch):
             "label_smoothing": 0.1,
             "micro_step": 3 * step,
             "loss_scale": None,
+            "segments": 4,
             "state": None,
         }
         inputs, targets = windows.batch(windows.indices(6 * step, 6))

@@ -142,8 +142,8 @@ def test_a_non_finite_step_is_named_and_changes_nothing(config, where, culprit):
     train_step(model, optimizer, [random_batch(3)], lr=1e-2)  # moments that could be spoiled
     gru, loss = model.ops.gru, model.ops.cross_entropy
 
-    def gradient_with_inf(dy, cache):
-        gradients = list(gru.backward(dy, cache))
+    def gradient_with_inf(dy, cache, dh_T):
+        gradients = list(gru.backward(dy, cache, dh_T))
         gradients[4] = np.full_like(gradients[4], np.inf)  # bias_ih
         return tuple(gradients)
 
@@ -194,8 +194,8 @@ def test_each_micro_batch_has_its_own_dropout_mask():
     model = small_model(dropout=0.5)
     steps = []
     forward = model.forward
-    model.forward = lambda *args, dropout_step: (
-        steps.append(dropout_step) or forward(*args, dropout_step=dropout_step)
+    model.forward = lambda *args, dropout_step, **options: (
+        steps.append(dropout_step) or forward(*args, dropout_step=dropout_step, **options)
     )
     batch = random_batch(2)
     losses = [accumulate(model, [batch], micro_step=step)[0] for step in (5, 6, 7)]

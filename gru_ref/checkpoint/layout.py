@@ -32,7 +32,7 @@ from gru_ref.models import parameter_shapes
 from gru_ref.types import Array
 
 FORMAT = "gru-ref checkpoint"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 # Keys of the configuration by the version that added them; an older file means their defaults.
 ADDED_KEYS = {
     2: (
@@ -42,7 +42,8 @@ ADDED_KEYS = {
         "model.heads",
         "train.loss_scale",
         "train.loss_scale_growth",
-    )
+    ),
+    3: ("train.segments",),
 }
 GROUPS = ("/", "/model", "/optimizer", "/optimizer/m", "/optimizer/v", "/trainer")  # parents first
 TEXTS = ("/config", "/data", "/tokenizer", "/manifest")

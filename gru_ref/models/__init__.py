@@ -1,7 +1,8 @@
 """The model families. `config.kind` names the file: 'gru-lm' is gru_ref/models/gru_lm.py.
 
 A family's file defines `parameter_shapes(config)`, which explains every tensor of a checkpoint,
-`activation_floats(config, T, B)`, and `Model`, a `LanguageModel`; that is all the package knows of it.
+`kept_floats` and `activation_floats(config, T, B, segments)`, and `Model`, a `LanguageModel`; the package
+knows no more of it.
 """
 
 import importlib
@@ -36,16 +37,25 @@ class LanguageModel(Protocol):
         """The state before any token; the batch is one of its axes."""
 
     def forward(
-        self, ids: Array, state: Array | None = None, *, dropout_step: int | None = None
+        self,
+        ids: Array,
+        state: Array | None = None,
+        *,
+        dropout_step: int | None = None,
+        segments: int = 1,
     ) -> tuple[Array, Array | None, tuple[Any, ...]]:
         """ids (T, B), the state of earlier tokens or None -> logits (T, B, ≥ V), state after it, cache.
 
         Columns of the logits from V on are padding. dropout_step: the number of this micro-batch while
-        training; None leaves dropout out.
+        training; None leaves dropout out. segments: backward computes the activations of all but the last
+        of so many parts again, to the same bits, and the cache is so much smaller.
         """
 
     def backward(self, dlogits: Array, cache: tuple[Any, ...]) -> None:
-        """dlogits, shaped as the logits: adds every parameter's gradient to `arena.grad`."""
+        """dlogits, shaped as the logits: adds every parameter's gradient to `arena.grad`.
+
+        It frees the cache as it goes. Raises ValueError for a cache that has served already.
+        """
 
 
 def family(kind: str) -> ModuleType:
@@ -67,3 +77,9 @@ def is_decayed(shape: tuple[int, ...]) -> bool:
 def padded_vocab(config: ModelConfig) -> int:
     """Rows of the embedding and the classifier: the true vocabulary, rounded up to `vocab_padding`."""
     return -(-config.vocab_size // config.vocab_padding) * config.vocab_padding
+
+
+def split_evenly(n: int, parts: int) -> list[range]:
+    """0 … n−1 in min(n, parts) ranges, whose lengths differ by one at most; none is longer than the last."""
+    parts = min(n, parts)
+    return [range(n * i // parts, n * (i + 1) // parts) for i in range(parts)]

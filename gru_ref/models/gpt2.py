@@ -20,7 +20,7 @@ from gru_ref.arena import Arena
 from gru_ref.backend import Backend
 from gru_ref.config import ModelConfig, check_model
 from gru_ref.errors import ConfigError
-from gru_ref.models import padded_vocab
+from gru_ref.models import padded_vocab, split_evenly
 from gru_ref.types import Array
 
 
@@ -51,17 +51,26 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def activation_floats(config: ModelConfig, T: int, B: int) -> int:
+def kept_floats(config: ModelConfig, T: int, B: int, segments: int = 1) -> int:
+    """How many floats forward keeps for backward over a (T, B) batch.
+
+    Kept are the blocks of one segment, and x (C) at the start of every other. Of each token a block keeps x̂
+    and the results of both norms (4C), q, k, v and y (4C), the GELU's input and result (8C), λ and rstd; the
+    last norm keeps 2C.
+    """
+    C = config.hidden
+    parts = split_evenly(config.layers, segments)  # the last is the longest
+    return T * B * (len(parts[-1]) * (16 * C + config.heads + 2) + (len(parts) - 1) * C + 2 * C + 1)
+
+
+def activation_floats(config: ModelConfig, T: int, B: int, segments: int = 1) -> int:
     """How many floats a forward and backward over a (T, B) batch hold at their peak, weights aside.
 
-    Of each token a block keeps x̂ and the results of both norms (4C), q, k, v and y (4C), the GELU's input
-    and result (8C), λ and rstd; the last norm keeps 2C. The peak is either at the loss, with logits, log p
-    and their difference or gradient (3V), or in the backward of the last block's GELU, with dlogits (V),
-    what passes by (2C) and five times 4C.
+    Beside `kept_floats`, the peak is either at the loss, with logits, log p and their difference or gradient
+    (3V), or in the backward of a GELU, with dlogits (V), what passes by (2C) and five times 4C.
     """
     V, C = config.vocab_size, config.hidden
-    kept = config.layers * (16 * C + config.heads + 2) + 2 * C + 1
-    return T * B * (kept + max(3 * V, V + 22 * C))
+    return kept_floats(config, T, B, segments) + T * B * max(3 * V, V + 22 * C)
 
 
 class GPT2:
@@ -117,47 +126,68 @@ class GPT2:
         return np.zeros((L, 2, 0, batch_size, N, D), self.arena.dtype)
 
     def forward(
-        self, ids: Array, state: Array | None = None, *, dropout_step: int | None = None
+        self,
+        ids: Array,
+        state: Array | None = None,
+        *,
+        dropout_step: int | None = None,
+        segments: int = 1,
     ) -> tuple[Array, Array | None, tuple[Any, ...]]:
         """ids (T, B), state (L, 2, S, B, N, D) or None for none -> logits (T, B, V), state after it, cache.
 
         The state is the keys and values of the S tokens before. dropout_step: the number of this micro-batch
         while training; None leaves dropout out. The state after a training step is None: nothing goes on
-        from it. Raises ValueError where S + T is more than the context.
+        from it. segments: backward computes all but the last of so many groups of blocks again.
+        Raises ValueError where S + T is more than the context.
         """
         ops, p = self.ops, self.arena.param
-        T, start = len(ids), 0 if state is None else state.shape[2]
-        if start + T > self.context:
-            raise ValueError(f"{start} + {T} tokens are more than the model's context, {self.context}")
+        T, past = len(ids), 0 if state is None else state.shape[2]
+        if past + T > self.context:
+            raise ValueError(f"{past} + {T} tokens are more than the model's context, {self.context}")
         x, embedding_cache = ops.embedding.forward(ids, p["embedding.weight"])
-        positions = np.arange(start, start + T)[:, None]
+        positions = np.arange(past, past + T)[:, None]
         x_position, position_cache = ops.embedding.forward(positions, p["position.weight"])
         x, dropout_cache = self._dropout(x + x_position, dropout_step, 0)
-        block_caches, states = [], []
-        for layer in range(self.config.layers):
-            x, keys_values, cache = self._block(
-                x, None if state is None else state[layer], dropout_step, layer
-            )
-            block_caches.append(cache)
-            if dropout_step is None:
-                states.append(np.stack(keys_values))
+        parts = split_evenly(self.config.layers, segments)
+        kept, states = [], []
+        for layers in parts:
+            start, caches = x, []
+            for layer in layers:
+                x, keys_values, cache = self._block(x, state, dropout_step, layer)
+                if layers is parts[-1]:
+                    caches.append(cache)
+                if dropout_step is None:
+                    states.append(np.stack(keys_values))
+                del keys_values, cache  # or they would last through the next block
+            kept.append((layers, None if caches else start, caches))
+        del start
         x, ln_f_cache = self._norm(x, "ln_f")
         logits, classifier_cache = ops.linear.forward(
             x, self._true_rows(p[self._classifier_weight]), None, self.precision
         )
-        caches = (embedding_cache, position_cache, dropout_cache, block_caches, ln_f_cache, classifier_cache)
-        return logits, np.stack(states) if states else None, caches
+        blocks = (state, dropout_step, kept)
+        cache = (embedding_cache, position_cache, dropout_cache, blocks, ln_f_cache, classifier_cache)
+        return logits, np.stack(states) if states else None, cache
 
     def backward(self, dlogits: Array, cache: tuple[Any, ...]) -> None:
-        """dlogits (T, B, V): adds every parameter's gradient to `arena.grad`."""
+        """dlogits (T, B, V): adds every parameter's gradient to `arena.grad`. A cache serves once."""
         ops, g = self.ops, self.arena.grad
-        embedding_cache, position_cache, dropout_cache, block_caches, ln_f_cache, classifier_cache = cache
+        embedding_cache, position_cache, dropout_cache, blocks, ln_f_cache, classifier_cache = cache
+        state, dropout_step, kept = blocks
+        if not kept:
+            raise ValueError("this cache has served already; backward needs a forward of its own")
         # logits = norm(xᴸ) · W_cᵀ
         dx, dweight, _ = ops.linear.backward(dlogits, classifier_cache)
         self._true_rows(g[self._classifier_weight])[...] += dweight
         dx = self._norm_backward(dx, "ln_f", ln_f_cache)
-        for layer in reversed(range(self.config.layers)):
-            dx = self._block_backward(dx, block_caches[layer], layer)
+        while kept:
+            layers, x, caches = kept.pop()
+            for layer in layers if not caches else ():
+                x, _, block_cache = self._block(x, state, dropout_step, layer)
+                caches.append(block_cache)
+            del x
+            for layer in reversed(layers):
+                dx = self._block_backward(dx, caches.pop(), layer)
         # x⁰ = dropout(W_e[ids] + W_p[positions])
         dx = self._dropout_backward(dx, dropout_cache)
         _, dweight = ops.embedding.backward(dx.sum(axis=1, keepdims=True), position_cache)
@@ -166,15 +196,16 @@ class GPT2:
         g["embedding.weight"] += dweight
 
     def _block(
-        self, x: Array, past: Array | None, dropout_step: int | None, layer: int
+        self, x: Array, state: Array | None, dropout_step: int | None, layer: int
     ) -> tuple[Array, tuple[Array, Array], tuple[Any, ...]]:
-        """x (T, B, C), past keys and values (2, S, B, N, D) or None -> x, all keys and values, cache."""
+        """x (T, B, C), the model's state or None -> x, the block's S + T keys and values, cache."""
         (T, B, C), N, name = x.shape, self.config.heads, f"block.{layer}"
         h, ln_1_cache = self._norm(x, f"{name}.ln_1")
         qkv, qkv_cache = self._linear(h, f"{name}.attention.qkv")
         q, k, v = np.moveaxis(qkv.reshape(T, B, 3, N, C // N), 2, 0)
-        if past is not None:
-            k, v = np.concatenate([past[0], k]), np.concatenate([past[1], v])
+        if state is not None:
+            past_k, past_v = state[layer]
+            k, v = np.concatenate([past_k, k]), np.concatenate([past_v, v])
         y, attention_cache = self.ops.attention_blocked.forward(
             q,
             k,

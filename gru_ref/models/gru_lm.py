@@ -6,6 +6,10 @@
 
 P is the vocabulary V padded to `vocab_padding`; the loss and the sampler look at the first V columns only.
 Tied means W_c is W_e: one parameter, whose gradient is the sum over both uses.
+
+The layers run over TIME_SLICES slices of the window, one after the other, and backward hands the gradient of
+the state from each slice to the one before it: nothing is truncated inside a window. Slices in K segments are
+the checkpointing of activations (Chen et al. 2016): all but the last keep the state before them alone.
 """
 
 import math
@@ -18,8 +22,16 @@ from gru_ref.arena import Arena
 from gru_ref.backend import Backend
 from gru_ref.config import ModelConfig
 from gru_ref.errors import ConfigError
-from gru_ref.models import padded_vocab
+from gru_ref.models import padded_vocab, split_evenly
+from gru_ref.ops.matmul import round_to
 from gru_ref.types import Array
+
+TIME_SLICES = 8
+"""Slices of a window, or as many as it has steps, for every number of segments, 1 included.
+
+A product over the rows of a whole window and the sum of products over its slices differ in their last bits.
+So that the segments change no bit, the products must be the same ones for all K; more than 8 segments are 8.
+"""
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -41,17 +53,58 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def activation_floats(config: ModelConfig, T: int, B: int) -> int:
+def kept_floats(config: ModelConfig, T: int, B: int, segments: int = 1) -> int:
+    """How many floats forward keeps for backward over a (T, B) batch.
+
+    xᴸ (H) of every token, the state before every segment, and of the last segment what `_slice_floats` says.
+    """
+    grouped = segments_of(T, segments)
+    H, L = config.hidden, config.layers
+    return B * (T * H + len(grouped) * L * H) + _slice_floats(config, B, grouped[-1])
+
+
+def activation_floats(config: ModelConfig, T: int, B: int, segments: int = 1) -> int:
     """How many floats a forward and backward over a (T, B) batch hold at their peak, weights aside.
 
-    Forward keeps the embedding (E) and h, r, z, n, q of each layer (5H) for every token. The peak is either
-    at the loss, with logits, log p and their difference or gradient (3P), or in the last layer's backward,
-    with dlogits (P), dy (H), dgates_x and dgates_h (3H each) and dx.
+    Beside xᴸ and the states that forward keeps, and what a segment keeps, the peak is
+
+    - at the loss, with logits, log p and their difference or gradient (3P),
+    - or in a slice's backward, with dlogits (P), dxᴸ (H) and where E is not H dx⁰ of every token, and of the
+      slice's own dgates_x and dgates_h (3H each), dy (H) unless L = 1, and dx, and the gradients of a layer,
+    - or in the embedding's, with dlogits, dxᴸ, dx⁰, its sorted copy and the table of its gradient.
     """
-    P, H = padded_vocab(config), config.hidden
+    P, H, L = padded_vocab(config), config.hidden, config.layers
     E = config.embedding or H
-    kept = E + 5 * H * config.layers
-    return T * B * (kept + max(3 * P, P + 7 * H + (E if config.layers == 1 else H)))
+    grouped = segments_of(T, segments)
+    in_segment = [_slice_floats(config, B, slices) for slices in grouped]
+    longest = B * max(steps.stop - steps.start for slices in grouped for steps in slices)
+    widest = max(E if L <= 2 else 0, H if L > 1 else 0)
+    passing = T * B * (P + H + (0 if E == H else E))
+    return (
+        T * B * H
+        + len(grouped) * L * B * H
+        + max(
+            in_segment[-1] + T * B * 3 * P,
+            max(in_segment)
+            + passing
+            + longest * ((7 if L > 1 else 6) * H + widest)
+            + 3 * H * (widest + H + 2),
+            passing + T * B * E + P * E,
+        )
+    )
+
+
+def _slice_floats(config: ModelConfig, B: int, slices: list[slice]) -> int:
+    """What slices keep: the embedding (E) and h, r, z, n, q of each layer (5H) of a token, and the states."""
+    H, L = config.hidden, config.layers
+    tokens = B * sum(steps.stop - steps.start for steps in slices)
+    return tokens * ((config.embedding or H) + 5 * H * L) + B * len(slices) * L * H
+
+
+def segments_of(T: int, segments: int) -> list[list[slice]]:
+    """The slices of a window of T steps, grouped into segments."""
+    slices = [slice(steps.start, steps.stop) for steps in split_evenly(T, TIME_SLICES)]
+    return [[slices[i] for i in part] for part in split_evenly(len(slices), segments)]
 
 
 class GRULM:
@@ -104,63 +157,131 @@ class GRULM:
         return np.zeros((self.config.layers, batch_size, self.config.hidden), self.arena.dtype)
 
     def forward(
-        self, ids: Array, state: Array | None = None, *, dropout_step: int | None = None
+        self,
+        ids: Array,
+        state: Array | None = None,
+        *,
+        dropout_step: int | None = None,
+        segments: int = 1,
     ) -> tuple[Array, Array, tuple[Any, ...]]:
         """ids (T, B), state (L, B, H) or None for zeros -> logits (T, B, P), state after it, cache.
 
-        dropout_step: the number of this micro-batch while training; None leaves dropout out.
+        dropout_step: the number of this micro-batch while training; None leaves dropout out. segments:
+        backward computes all but the last of so many parts of the window again, to the same bits.
         """
-        ops, p = self.ops, self.arena.param
-        rate = 0.0 if dropout_step is None else self.config.dropout
-        x, embedding_cache = ops.embedding.forward(ids, p["embedding.weight"])
-        layer_caches, states = [], []
-        for layer in range(self.config.layers):
+        grouped = segments_of(len(ids), segments)
+        weights = self._rounded_weights()
+        x = np.empty((*ids.shape, self.config.hidden), self.arena.dtype)
+        h, kept = state, []
+        for slices in grouped:
+            before, caches = h, []
+            for steps in slices:
+                x[steps], h, layer_caches = self._layers(weights, ids, h, dropout_step, steps)
+                if slices is grouped[-1]:
+                    caches.append(layer_caches)
+                del layer_caches  # or they would last through the next slice
+            kept.append((slices, before, caches))
+        p = self.arena.param
+        logits, classifier_cache = self.ops.linear.forward(
+            x, p[self._classifier_weight], p["classifier.bias"], self.precision
+        )
+        assert h is not None  # a window has a slice
+        return logits, h, (weights, ids, dropout_step, kept, classifier_cache)
+
+    def backward(self, dlogits: Array, cache: tuple[Any, ...]) -> None:
+        """dlogits (T, B, P): adds every parameter's gradient to `arena.grad`. A cache serves once."""
+        weights, ids, dropout_step, kept, classifier_cache = cache
+        if not kept:
+            raise ValueError("this cache has served already; backward needs a forward of its own")
+        P, E = self.arena.param["embedding.weight"].shape
+        # logits = xᴸ · W_cᵀ + b_c
+        classifier = (self._classifier_weight, "classifier.bias")
+        dx = self._accumulate(classifier, *self.ops.linear.backward(dlogits, classifier_cache))
+        # dx⁰ takes the place of dxᴸ, slice by slice, where it is as wide
+        dx_0 = dx if dx.shape[2] == E else np.empty((*ids.shape, E), dx.dtype)
+        dstate = None
+        while kept:
+            slices, h, caches = kept.pop()
+            for steps in slices if not caches else ():
+                _, h, layer_caches = self._layers(weights, ids, h, dropout_step, steps)
+                caches.append(layer_caches)
+                del layer_caches
+            for steps in reversed(slices):
+                dx_0[steps], dstate = self._layers_backward(dx[steps], dstate, caches.pop())
+        # x⁰ = W_e[ids]
+        _, dweight = self.ops.embedding.backward(dx_0, (ids, P))
+        self.arena.grad["embedding.weight"] += dweight
+
+    def _layers(
+        self,
+        weights: list[list[Array]],
+        ids: Array,
+        state: Array | None,
+        dropout_step: int | None,
+        steps: slice,
+    ) -> tuple[Array, Array, list[tuple[Any, ...]]]:
+        """x⁰ … xᴸ of some steps of the window, from the state before them -> xᴸ, state after it, caches."""
+        ops, config = self.ops, self.config
+        rate = 0.0 if dropout_step is None else config.dropout
+        x, _ = ops.embedding.forward(ids[steps], self.arena.param["embedding.weight"])
+        caches, states = [], []
+        for layer in range(config.layers):
             x, gru_cache = ops.gru.forward(
                 x,
                 None if state is None else state[layer],
-                *self._gru_parameters(p, layer),
-                reset_after=self.config.reset_after,
+                *weights[layer],
+                reset_after=config.reset_after,
                 precision=self.precision,
             )
+            # rounded copies of the weights are alike, so every slice's cache gets the same ones
+            gru_cache = (*gru_cache[:6], *weights[layer][:2], *gru_cache[8:])
             states.append(x[-1])
             dropout_cache = None
             if rate:
+                start = steps.start * x[0].size  # the mask is the whole window's
                 x, dropout_cache = ops.dropout.forward(
-                    x, rate, seed=self.seed, step=dropout_step, layer=layer
+                    x, rate, seed=self.seed, step=dropout_step, layer=layer, start=start
                 )
-            layer_caches.append((gru_cache, dropout_cache))
-        logits, classifier_cache = ops.linear.forward(
-            x, p[self._classifier_weight], p["classifier.bias"], self.precision
-        )
-        return logits, np.stack(states), (embedding_cache, layer_caches, classifier_cache)
+            caches.append((gru_cache, dropout_cache))
+        return x, np.stack(states), caches
 
-    def backward(self, dlogits: Array, cache: tuple[Any, ...]) -> None:
-        """dlogits (T, B, P): adds every parameter's gradient to `arena.grad`."""
-        ops, g = self.ops, self.arena.grad
-        embedding_cache, layer_caches, classifier_cache = cache
-        # logits = xᴸ · W_cᵀ + b_c
-        dx, dweight, dbias = ops.linear.backward(dlogits, classifier_cache)
-        g[self._classifier_weight] += dweight
-        g["classifier.bias"] += dbias
+    def _layers_backward(
+        self, dx: Array, dstate: list[Array] | None, caches: list[tuple[Any, ...]]
+    ) -> tuple[Array, list[Array]]:
+        """dxᴸ and, from the slice after it, the gradient of the state after it -> dx⁰, that of before it."""
+        dstate_before: list[Array] = []
         for layer in reversed(range(self.config.layers)):
-            gru_cache, dropout_cache = layer_caches[layer]
+            gru_cache, dropout_cache = caches[layer]
             if dropout_cache is not None:
-                (dx,) = ops.dropout.backward(dx, dropout_cache)
-            dx, _, *dparameters = ops.gru.backward(dx, gru_cache)
-            for total, gradient in zip(self._gru_parameters(g, layer), dparameters, strict=True):
-                total += gradient
-        # x⁰ = W_e[ids]
-        _, dweight = ops.embedding.backward(dx, embedding_cache)
-        g["embedding.weight"] += dweight
+                (dx,) = self.ops.dropout.backward(dx, dropout_cache)
+            dh_T = None if dstate is None else dstate[layer]
+            dx, dh0, *dparameters = self.ops.gru.backward(dx, gru_cache, dh_T)
+            self._accumulate(_gru_parameters(layer), dx, *dparameters)
+            del dparameters  # as large as the weights: not beside the next layer's
+            dstate_before.insert(0, dh0)
+        return dx, dstate_before
+
+    def _rounded_weights(self) -> list[list[Array]]:
+        """Weights and biases of every layer, the weights rounded to the precision of products."""
+        layers = [
+            [self.arena.param[name] for name in _gru_parameters(layer)] for layer in range(self.config.layers)
+        ]
+        return [[*(round_to(w, self.precision) for w in p[:2]), *p[2:]] for p in layers]
+
+    def _accumulate(self, names: tuple[str, ...], dx: Array, *gradients: Array) -> Array:
+        """Add the gradients of these parameters; dx passes through."""
+        for name, gradient in zip(names, gradients, strict=True):
+            self.arena.grad[name] += gradient
+        return dx
 
     @property
     def _classifier_weight(self) -> str:
         return "embedding.weight" if self.config.tied else "classifier.weight"
 
-    @staticmethod
-    def _gru_parameters(tensors: dict[str, Array], layer: int) -> list[Array]:
-        """Weights and biases of a layer in the order of gru.forward, from parameters or from gradients."""
-        return [tensors[f"gru.{layer}.{name}"] for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
+
+def _gru_parameters(layer: int) -> tuple[str, ...]:
+    """Names of a layer's weights and biases in the order of gru.forward."""
+    return tuple(f"gru.{layer}.{name}" for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
 
 
 Model = GRULM

@@ -23,11 +23,16 @@ def keep_mask(shape: tuple[int, ...], p: float, *, seed: int, step: int, layer: 
     return (draws >= p * 2.0**32).reshape(shape)
 
 
-def forward(x: Array, p: float, *, seed: int, step: int = 0, layer: int = 0) -> tuple[Array, tuple[Any, ...]]:
-    """x of any shape, p in [0, 1) -> y of the same shape, cache (p, seed, step, layer)."""
+def forward(
+    x: Array, p: float, *, seed: int, step: int = 0, layer: int = 0, start: int = 0
+) -> tuple[Array, tuple[Any, ...]]:
+    """x of any shape, p in [0, 1) -> y of the same shape, cache (p, seed, step, layer, start).
+
+    start: the index of x's first value in the array that it is a part of, whose mask it gets its part of.
+    """
     if not 0 <= p < 1:
         raise ValueError(f"p must be at least 0 and below 1, not {p}")
-    cache = (p, seed, step, layer)
+    cache = (p, seed, step, layer, start)
     return _apply(x, cache), cache
 
 
@@ -37,17 +42,22 @@ def backward(dy: Array, cache: tuple[Any, ...]) -> tuple[Array]:
 
 
 def _apply(x: Array, cache: tuple[Any, ...]) -> Array:
-    p, seed, step, layer = cache
+    p, seed, step, layer, start = cache
     if p == 0:
         return x
-    return x * keep_mask(x.shape, p, seed=seed, step=step, layer=layer) / (1 - p)
+    return x * keep_mask(x.shape, p, seed=seed, step=step, layer=layer, start=start) / (1 - p)
 
 
-CASES: dict[str, dict[str, Any]] = {"p 0.5": {}, "p 0": {"p": 0.0}}
+CASES: dict[str, dict[str, Any]] = {"p 0.5": {}, "p 0": {"p": 0.0}, "part of an array": {"start": 7}}
 
 
 def example(
-    rng: np.random.Generator, p: float = 0.5, shape: tuple[int, ...] = (4, 3, 5), dtype: Any = np.float64
+    rng: np.random.Generator,
+    p: float = 0.5,
+    shape: tuple[int, ...] = (4, 3, 5),
+    start: int = 0,
+    dtype: Any = np.float64,
 ) -> dict[str, Any]:
     """x (*shape) and coordinates."""
-    return {"x": rng.standard_normal(shape).astype(dtype), "p": p, "seed": 7, "step": 3, "layer": 1}
+    x = rng.standard_normal(shape).astype(dtype)
+    return {"x": x, "p": p, "seed": 7, "step": 3, "layer": 1, "start": start}

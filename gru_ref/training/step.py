@@ -46,12 +46,13 @@ def train_step(
     micro_step: int = 0,
     state: Array | None = None,
     loss_scale: LossScale | None = None,
+    segments: int = 1,
 ) -> StepResult:
     """Forward and backward over the micro-batches, then one update.
 
     micro_step: the number of the first micro-batch since the start of training; dropout masks depend on it.
     state: (L, A·B, H) to start from, micro-batch i using columns iB…(i+1)B, or None for zeros.
-    loss_scale: of the backward pass; it is updated.
+    loss_scale: of the backward pass; it is updated. segments: as in `LanguageModel.forward`.
     Raises RunError where the update itself overflows, because then the weights are lost.
     """
     arena = model.arena
@@ -65,6 +66,7 @@ def train_step(
             micro_step=micro_step,
             state=state,
             scale=1.0 if loss_scale is None else loss_scale.value,
+            segments=segments,
         )
         if loss_scale is not None:
             arena.grads *= 1 / loss_scale.value
@@ -95,6 +97,7 @@ def accumulate(
     micro_step: int = 0,
     state: Array | None = None,
     scale: float = 1.0,
+    segments: int = 1,
 ) -> tuple[float, int, Array | None]:
     """Add `scale` · the gradient of the mean loss to `arena.grads`; the loss, its tokens, the new state."""
     tokens = sum(int(np.count_nonzero(targets != IGNORE)) for _, targets in micro_batches)
@@ -106,11 +109,12 @@ def accumulate(
         B = inputs.shape[1]
         h0 = None if state is None else state[:, lane : lane + B]
         lane += B
-        logits, h_T, cache = model.forward(inputs, h0, dropout_step=micro_step + i)
+        logits, h_T, cache = model.forward(inputs, h0, dropout_step=micro_step + i, segments=segments)
         part, dlogits = _loss(model, logits, targets, scale / tokens, label_smoothing)
         nats += part
         del logits  # as large as everything else where the vocabulary is: not needed any more
         model.backward(dlogits, cache)
+        del dlogits, cache  # nor these beside the next micro-batch's
         states.append(h_T)
     return nats / tokens, tokens, None if state is None else np.concatenate(states, axis=1)
 

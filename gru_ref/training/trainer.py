@@ -182,6 +182,7 @@ class Trainer:
             micro_step=self.micro_step,
             state=state,
             loss_scale=self.loss_scale,
+            segments=config.segments,
         )
         self.cursor += sum(inputs.shape[1] for inputs, _ in micro_batches)
         self.micro_step += len(micro_batches)
