@@ -25,7 +25,7 @@ NAMED = {
     "device": ("run.device", str, "auto or cpu."),
     "kernels": ("run.kernels", str, "numpy (the definitions) or numba (their compiled twins)."),
     "precision": ("run.precision", str, "Of matrix products: fp32, fp16 or bf16."),
-    "threads": ("run.threads", int, "BLAS threads; 0 takes the cores this process may use."),
+    "threads": ("run.threads", int, "Threads; 0 takes the cores this process may use."),
     "checkpoint_every": ("train.checkpoint_every", int, "Steps between checkpoints; 0: only the last."),
     "eval_every": ("train.eval_every", int, "Steps between validations; 0: only first and last."),
     "sample_every": ("train.sample_every", int, "Steps between samples of text; 0: only first and last."),

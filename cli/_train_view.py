@@ -120,10 +120,14 @@ class TrainView:
         )
         run = config["run"]
         gpu = " (auto: this version has no GPU kernels)" if run["device"] == "auto" else ""
-        self.line(
-            f"device: cpu{gpu}, {run['kernels']} kernels, {run['precision']}, {run['threads']} BLAS threads"
-        )
+        self.line(f"device: cpu{gpu}, {run['kernels']} kernels, {run['precision']}, {run['threads']} threads")
         self.steps, self.log_every = event["steps"], train["log_every"]
+
+    def _on_compiling(self, event: Event) -> None:
+        self.line("compiling kernels, once for this machine and version")
+
+    def _on_compiled(self, event: Event) -> None:
+        self.line(f"compiled {event['kernels']} kernels in {event['seconds']:.1f} s")
 
     def _on_before_training(self, event: Event) -> None:
         near = abs(event["loss"] - event["ln_vocab"]) < 0.25

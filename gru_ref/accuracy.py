@@ -1,9 +1,9 @@
 """How far the compiled twins are from their definitions: figures, and what the tests of the twins assert.
 
-The yardstick is the definition in float64, on the same inputs. For float32, the error of the twin stands beside
-that of the definition itself in float32; for float64 it is the difference of the two. Both are in units of
-ε·max|y| with ε = 2⁻²³ or 2⁻⁵² and y the true result: a unit in the last place of the largest value. A sum of
-n terms of the size of y costs about √n of them, however it is computed.
+The yardstick is the definition in float64, on the same inputs. For float32, the error of the twin stands
+beside that of the definition itself in float32; for float64 it is the difference of the two. Both are in
+units of ε·max|y| with ε = 2⁻²³ or 2⁻⁵² and y the true result: a unit in the last place of the largest value.
+A sum of n terms of the size of y costs about √n of them, however it is computed.
 """
 
 import inspect
@@ -16,6 +16,7 @@ from gru_ref.backend import Backend
 from gru_ref.types import Array
 
 SIZES: dict[str, dict[str, Any]] = {
+    "accumulate": {"n": 40_009},
     "adamw": {"n": 20_011},
     "attention": {"T": 40, "S": 40, "B": 2, "N": 3, "D": 32},
     "attention_blocked": {"T": 150, "S": 150, "B": 3, "N": 2, "D": 32, "block": 64},
@@ -31,14 +32,15 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 """What is computed: larger than an operation's own example, with sizes that no block or vector divides."""
 _SMALLER = {"gru": ("weight_ih", "weight_hh")}
-"""Inputs to be divided by 8 at these sizes: a recurrence of larger weights is chaotic and magnifies any rounding."""
+"""Inputs divided by 8: at these sizes a recurrence of larger weights is chaotic, any rounding grows."""
 
 
 def errors(op: str, dtype: Any, backend: Backend, seed: int = 1, **options: Any) -> list[dict[str, Any]]:
-    """The errors of an operation's results and gradients, a row each: op, function, result, dtype, twin, definition.
+    """The errors of an operation's results and gradients, a row each.
 
-    options: of the operation's example, in place of SIZES'. Functions that `backend` has no twin of are left
-    out. twin and definition are in the unit of the module's docstring, definition None for float64.
+    A row has op, function, result, dtype, twin and definition. options: of the operation's example, beside
+    those of SIZES. Functions that `backend` has no twin of are left out. twin and definition are in the unit
+    of the module's docstring, definition None for float64.
     """
     twins = backend.twins(op)
     example = getattr(ops, op).example
@@ -90,6 +92,9 @@ def _results(op: str, backend: Backend, inputs: dict[str, Any]) -> dict[tuple[st
         norm = functions.global_norm([inputs["grads"]])
         functions.clip(**inputs)
         return {("global_norm", "norm"): np.array(norm), ("clip", "grads"): inputs["grads"]}
+    if op == "accumulate":
+        functions.add(**inputs)
+        return {("add", "total"): inputs["total"]}
     functions.step(**inputs)
     return {("step", name): inputs[name] for name in ("params", "m", "v")}
 

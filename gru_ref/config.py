@@ -117,7 +117,9 @@ class RunConfig:
     device: str = "auto"  # auto or cpu
     kernels: str = "numpy"  # the definitions (numpy) or their compiled twins (numba)
     precision: str = "fp32"  # of matrix products: fp32, or inputs rounded to fp16 or bf16
-    threads: int = 0  # BLAS threads; 0 means the cores this process may use
+    threads: int = (
+        0  # of BLAS or of the twins' pool (gru_ref/threads.py); 0 means the cores this process may use
+    )
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ _Errors = SimpleQueue[BaseException | None]
 def _attempt(function: Callable[[int, int], Any], part: tuple[int, int]) -> BaseException | None:
     try:
         function(*part)
-    except BaseException as error:  # handed to the thread that shares, which raises it
+    except BaseException as error:  # noqa: BLE001 (handed to the thread that shares, which raises it)
         return error
     return None
 
@@ -152,7 +152,7 @@ os.register_at_fork(after_in_child=_forget_workers)
 
 
 def _quota() -> float:
-    """The cores' worth of time that Linux's control groups grant this process; infinity where no limit is set.
+    """The cores' worth of time that Linux's control groups grant this process; infinity for no limit.
 
     Version 2: cpu.max has 'quota period' or 'max period', in every group on the way up. Version 1:
     cpu.cfs_quota_us, −1 for none, and cpu.cfs_period_us.

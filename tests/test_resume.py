@@ -14,8 +14,9 @@ from gru_ref.data.windows import Windows
 from gru_ref.errors import CheckpointError, ConfigError, DataError, RunDirectoryError
 from gru_ref.models.gru_lm import GRULM
 from gru_ref.schedules import learning_rate
+from gru_ref.threads import available_cores
 from gru_ref.training import resume, train
-from gru_ref.training.loop import available_cores, changed_config
+from gru_ref.training.loop import changed_config
 from gru_ref.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("short_samples")

@@ -1,5 +1,6 @@
 """The pool that twins share their work among, and how many threads there are."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -21,7 +22,7 @@ def test_parts_cover_the_range_once_and_begin_at_multiples_of_the_unit(n, unit, 
     parts.sort()
     assert parts[0][0] == 0
     assert parts[-1][1] == n
-    assert all(a[1] == b[0] for a, b in zip(parts, parts[1:], strict=False))
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(parts))
     assert all(start % unit == 0 for start, _ in parts)
     assert len(parts) <= count
 
@@ -118,7 +119,8 @@ def test_the_first_version_of_control_groups_is_read_too(quota, cores, monkeypat
 
 
 def test_affinity_limits_the_cores():
-    script = "from gru_ref import threads; import os; os.sched_setaffinity(0, {0}); print(threads.available_cores())"
+    script = "import os; from gru_ref import threads as t; os.sched_setaffinity(0, {0}); "
+    script += "print(t.available_cores())"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
     )

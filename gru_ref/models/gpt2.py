@@ -178,7 +178,7 @@ class GPT2:
             raise ValueError("this cache has served already; backward needs a forward of its own")
         # logits = norm(xᴸ) · W_cᵀ
         dx, dweight, _ = ops.linear.backward(dlogits, classifier_cache)
-        self._true_rows(g[self._classifier_weight])[...] += dweight
+        ops.accumulate.add(self._true_rows(g[self._classifier_weight]), dweight)
         dx = self._norm_backward(dx, "ln_f", ln_f_cache)
         while kept:
             layers, x, caches = kept.pop()
@@ -191,9 +191,9 @@ class GPT2:
         # x⁰ = dropout(W_e[ids] + W_p[positions])
         dx = self._dropout_backward(dx, dropout_cache)
         _, dweight = ops.embedding.backward(dx.sum(axis=1, keepdims=True), position_cache)
-        g["position.weight"] += dweight
+        ops.accumulate.add(g["position.weight"], dweight)
         _, dweight = ops.embedding.backward(dx, embedding_cache)
-        g["embedding.weight"] += dweight
+        ops.accumulate.add(g["embedding.weight"], dweight)
 
     def _block(
         self, x: Array, state: Array | None, dropout_step: int | None, layer: int
@@ -272,9 +272,9 @@ class GPT2:
 
     def _accumulate(self, name: str, dx: Array, dweight: Array, dbias: Array | None) -> Array:
         """Add a weight's and a bias's gradient; dx passes through."""
-        self.arena.grad[f"{name}.weight"] += dweight
+        self.ops.accumulate.add(self.arena.grad[f"{name}.weight"], dweight)
         if dbias is not None:
-            self.arena.grad[f"{name}.bias"] += dbias
+            self.ops.accumulate.add(self.arena.grad[f"{name}.bias"], dbias)
         return dx
 
     def _dropout_rate(self, dropout_step: int | None) -> float:

@@ -210,7 +210,7 @@ class GRULM:
                 dx_0[steps], dstate = self._layers_backward(dx[steps], dstate, caches.pop())
         # x⁰ = W_e[ids]
         _, dweight = self.ops.embedding.backward(dx_0, (ids, P))
-        self.arena.grad["embedding.weight"] += dweight
+        self.ops.accumulate.add(self.arena.grad["embedding.weight"], dweight)
 
     def _layers(
         self,
@@ -271,7 +271,7 @@ class GRULM:
     def _accumulate(self, names: tuple[str, ...], dx: Array, *gradients: Array) -> Array:
         """Add the gradients of these parameters; dx passes through."""
         for name, gradient in zip(names, gradients, strict=True):
-            self.arena.grad[name] += gradient
+            self.ops.accumulate.add(self.arena.grad[name], gradient)
         return dx
 
     @property

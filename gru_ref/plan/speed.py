@@ -87,16 +87,14 @@ def measure_here(config: Config, budget: float = BUDGET) -> Speed:
     time steps of the whole batch, another one over fewer windows of the whole length. Recomputation in
     segments is not timed but counted.
     """
-    from threadpoolctl import threadpool_limits
-
-    from gru_ref.training.loop import available_cores
+    from gru_ref import threads
 
     layers, accumulation = config.model.layers, config.train.accumulation
     n = sum(row.count for row in parameters(config))
     least = config.train.batch_size if config.model.kind == "gru-lm" else config.train.seq_len
     small = least * sum(flops_per_token(config).values()) <= SMALL
     depths = (layers,) if layers <= 2 or small else (1, 2)
-    with threadpool_limits(config.run.threads or available_cores(), user_api="blas"):
+    with threads.limited(config.run.threads, pool=config.run.kernels == "numba"):
         _time_micro_batch(_tiny(config), 0.0)  # imports and compiles
         timed = [
             _time_micro_batch(config.replace("model", layers=depth), budget / len(depths)) for depth in depths
@@ -177,4 +175,4 @@ def _tiny(config: Config) -> Config:
     """The same kind of model, as small as it gets."""
     model = config.model
     config = config.replace("model", layers=1, hidden=model.heads, embedding=0)
-    return config.replace("train", batch_size=2, seq_len=2)
+    return config.replace("train", batch_size=16, seq_len=2)

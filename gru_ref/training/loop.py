@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from threadpoolctl import threadpool_limits
-
 from gru_ref import config as configuration
+from gru_ref import threads
 from gru_ref.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from gru_ref.checkpoint.find import checkpoints_of, newest_checkpoint
 from gru_ref.config import Config
@@ -34,6 +33,7 @@ from gru_ref.training.run_directory import (
 )
 from gru_ref.training.step import StepResult
 from gru_ref.training.trainer import Trainer
+from gru_ref.training.warm_up import warm_up
 from gru_ref.types import Event, Observer
 
 
@@ -154,24 +154,17 @@ def changed_config(config: Config, changes: dict[str, Any], *, override: bool = 
 def _resolve(config: Config) -> Config:
     """Fill in what depends on this machine: the threads, and absolute paths so that a resume finds them."""
     config = configuration.validated(config)
-    threads = config.run.threads or available_cores()
+    cores = config.run.threads or threads.available_cores()
     files, val_files = (
         tuple(name if name == "-" else os.path.abspath(name) for name in names)
         for names in (config.data.files, config.data.val_files)
     )
     vocab = os.path.abspath(config.data.vocab) if config.data.vocab else ""
-    return config.replace("run", threads=threads).replace(
-        "data", files=files, val_files=val_files, vocab=vocab
-    )
+    return config.replace("run", threads=cores).replace("data", files=files, val_files=val_files, vocab=vocab)
 
 
-def available_cores() -> int:
-    """The cores this process may use; all of them where the system cannot tell (macOS)."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _threads(config: Config) -> AbstractContextManager[Any]:
-    return threadpool_limits(config.run.threads, user_api="blas")
+def _threads(config: Config) -> AbstractContextManager[None]:
+    return threads.limited(config.run.threads, pool=config.run.kernels == "numba")
 
 
 def _keep_stdin(config: Config, run: RunDirectory) -> Config:
@@ -202,6 +195,7 @@ class _Loop:
         trainer = self.trainer
         self._event("start", **self._description())
         self.run.write_config(trainer.config)  # after the event, which tells it from someone's own file
+        self._warm_up()
         self._evaluate()
         loss = self.evaluation.loss if self.evaluation else trainer.training_loss()
         self._event("before_training", loss=loss, ln_vocab=math.log(trainer.model.config.vocab_size))
@@ -226,7 +220,16 @@ class _Loop:
             set_aside=set_aside,
             **self._description(),
         )
+        self._warm_up()
         return self._train()
+
+    def _warm_up(self) -> None:
+        """Only shown: whether kernels were compiled or kept is not the run's doing."""
+        started = time.perf_counter()
+        kernels = warm_up(self.trainer.config, lambda: self.observer({"event": "compiling"}))
+        if kernels:
+            seconds = time.perf_counter() - started
+            self.observer({"event": "compiled", "kernels": kernels, "seconds": seconds})
 
     def _train(self) -> TrainResult:
         trainer, config = self.trainer, self.trainer.config.train

@@ -1,6 +1,7 @@
 """Twins compiled by numba for the CPU. `<op>.py` redefines public functions of `gru_ref/ops/<op>.py`.
 
-Kernels are serial and release the GIL: numba's own threads beside those of BLAS made a step 14 times slower.
+Kernels are serial and release the GIL, and gru_ref/threads.py shares the work: numba's own threads beside
+those of BLAS made a step 14 times slower.
 """
 
 from gru_ref.errors import BackendError

@@ -40,6 +40,8 @@ llvm.set_option("", "--runtime-memory-check-threshold=200")
 _config: Any = numba.config
 _LOCK = threading.Lock()
 _warned = False
+watchers: list[Callable[[str], None]] = []
+"""Called with the name of a kernel that is about to be compiled, for want of one that was kept."""
 
 
 class Kernel:
@@ -66,9 +68,9 @@ class Kernel:
 def compiled(signature: str, *, fastmath: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Kernel]:
     """Decorator: the types of a kernel's arguments in numba's notation, where T is the floating dtype.
 
-    `@compiled("T[:, ::1], intp[::1], T")` is a matrix, a vector of indices and a number. fastmath: what LLVM may
-    do that changes last bits, and not where a twin promises the definition's: 'contract' a·b + c to one fused
-    multiply-add, which rounds once; 'reassoc', sum in another order, as vector instructions must.
+    `@compiled("T[:, ::1], intp[::1], T")` is a matrix, a vector of indices and a number. fastmath: what LLVM
+    may do that changes last bits, and not where a twin promises the definition's: 'contract' a·b + c to one
+    fused multiply-add, which rounds once; 'reassoc', sum in another order, as vector instructions must.
     """
     return lambda function: Kernel(function, signature, fastmath)
 
@@ -100,6 +102,7 @@ def _compile(kernel: Kernel, dtype: str) -> Callable[..., None]:
         return _compile_cached(variant, signature, options)
     except (OSError, RuntimeError) as error:  # RuntimeError: numba found no folder that it can write
         _warn_uncached(error)
+    _announce(variant.__qualname__)
     return numba.njit(signature, **options)(variant)
 
 
@@ -116,10 +119,17 @@ def _compile_cached(
     if files and not (seal.is_file() and seal.read_bytes() == _digests(files)):
         for file in files:
             file.unlink(missing_ok=True)
+    if not _cached_files(folder, name):
+        _announce(name)
     kernel = numba.njit(signature, cache=True, **options)(function)
     if kernel.stats.cache_misses:
         seal.write_bytes(_digests(_cached_files(folder, name)))
     return kernel
+
+
+def _announce(name: str) -> None:
+    for watcher in watchers:
+        watcher(name)
 
 
 def _cached_files(folder: Path, name: str) -> list[Path]:

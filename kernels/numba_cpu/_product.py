@@ -2,15 +2,13 @@
 
 `product` is for many rows: each of the pool's threads calls BLAS, held to one thread, for its share of them.
 
-`multiply` is for the few rows of a recurrence, in a kernel, where one matrix B serves every step: B is packed
-once (`packed`) and BLAS would pack it anew at each step, which costs as much as the product. C ← C + A·B, with
-A (M, K), B (K, N). Packed means that B's columns lie in panels as wide as a tile (_tile.py), each panel's rows
-one after the other, the last panel filled up with zeros. A panel's next _DEPTH rows stay in the first-level
-cache while the rows of A pass by (Goto and van de Geijn 2008). An element of C is the same sum in the same
-order whatever rows are beside it.
+`multiply` is for the few rows of a recurrence, in a kernel, where one matrix B serves every step: B is
+packed once (`packed`), and BLAS would pack it anew at each step, which costs as much as the product.
+C ← C + A·B, with A (M, K), B (K, N). Packed means that B's columns lie in panels as wide as a tile
+(_tile.py), each panel's rows one after the other, the last panel filled up with zeros. A panel's next _DEPTH
+rows stay in the first-level cache while the rows of A pass by (Goto and van de Geijn 2008). An element of C is
+the same sum in the same order whatever rows are beside it.
 """
-
-from typing import Any
 
 import numba
 import numpy as np
@@ -61,7 +59,7 @@ def packed(b: Array) -> Array:
 
 @numba.njit(**OPTIONS)
 def multiply(A: Array, P: Array, rows_of_B: int, C: Array) -> None:
-    """C ← C + A·B in a kernel: A (M, K), a packed B, whose first K rows count, C (M, N) with N whole panels."""
+    """C ← C + A·B in a kernel: A (M, K), a packed B, whose first K rows count, C (M, N), N whole panels."""
     M, K = A.shape
     size = P.itemsize
     width = PANEL_BYTES // size
@@ -75,7 +73,7 @@ def multiply(A: Array, P: Array, rows_of_B: int, C: Array) -> None:
 
 @numba.njit(**OPTIONS)
 def whole_panels(n: int, itemsize: int) -> int:
-    """n rounded up to whole panels: columns of C that nobody looks at are cheaper than tiles of other widths."""
+    """n rounded up to whole panels: columns that nobody looks at are cheaper than tiles of other widths."""
     width = PANEL_BYTES // itemsize
     return -(-n // width) * width
 

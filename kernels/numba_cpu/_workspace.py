@@ -1,8 +1,8 @@
 """Memory for the twins' large arrays that is used again, step after step, instead of returned to the system.
 
-Fresh memory costs a page fault every 4 KiB, a tenth of a training step. `empty` is np.empty, but the memory of
-an array that nothing refers to any more goes to the next one of its size; so a step after the first asks the
-system for nothing large. It needs no care from anyone: arrays live as long as they are referred to.
+Fresh memory costs a page fault every 4 KiB, a tenth of a training step. `empty` is np.empty, but the memory
+of an array that nothing refers to any more goes to the next one of its size; so a step after the first asks
+the system for nothing large. It needs no care from anyone: arrays live as long as they are referred to.
 """
 
 import math
@@ -23,7 +23,7 @@ _calls = 0
 
 
 class _Lease:
-    """What an array's memory belongs to; when the last view of it is gone, so is this, and the memory is free."""
+    """What an array's memory belongs to; when the last view is gone, so is this, and the memory is free."""
 
     def __init__(self, memory: Array) -> None:
         self._memory = memory

@@ -12,7 +12,6 @@ from gru_ref.kernels.numba_cpu._compile import compiled, updatable
 from gru_ref.ops import adamw as definition
 from gru_ref.types import Array
 
-
 _SMALL = 2**13
 """Parameters too few for a second thread."""
 

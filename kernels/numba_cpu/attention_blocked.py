@@ -1,8 +1,8 @@
 """Twin of gru_ref/ops/attention_blocked.py, where the equations are.
 
-Faster because a thread of the pool computes one head of one sequence after the other, with the scores of a few
-queries at a time in the CPU's cache, and only those of keys that are seen. Inputs rounded to 16 bits get the
-definition, and so does dropout.
+Faster because a thread of the pool computes one head of one sequence after the other, with the scores of a
+few queries at a time in the CPU's cache, and only those of keys that are seen. Inputs rounded to 16 bits get
+the definition, and so does dropout.
 """
 
 import math
@@ -17,7 +17,7 @@ from gru_ref.kernels.numba_cpu._elementary import exp
 from gru_ref.kernels.numba_cpu._product import multiply, pack, whole_panels
 from gru_ref.kernels.numba_cpu._workspace import empty
 from gru_ref.ops import attention_blocked as definition
-from gru_ref.ops.attention import heads_first, time_first
+from gru_ref.ops.attention import heads_first
 from gru_ref.types import Array
 
 _QUERIES = 32

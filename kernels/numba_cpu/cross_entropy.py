@@ -1,8 +1,8 @@
 """Twin of gru_ref/ops/cross_entropy.py, where the equations are.
 
 Faster because a row stays in the CPU's cache through all its steps, no temporary array is made, eˣ in float32
-compiles to vector instructions (_elementary.py), and the pool's threads share the rows. Rows are summed in float64, so for a large
-vocabulary the loss is nearer to the true value than the definition's.
+compiles to vector instructions (_elementary.py), and the pool's threads share the rows. Rows are summed in
+float64, so for a large vocabulary the loss is nearer to the true value than the definition's.
 """
 
 import math
@@ -17,7 +17,6 @@ from gru_ref.kernels.numba_cpu._workspace import empty
 from gru_ref.ops import cross_entropy as definition
 from gru_ref.ops.cross_entropy import IGNORE
 from gru_ref.types import Array
-
 
 _SMALL = 2**12
 """Logits too few for a second thread."""

@@ -14,7 +14,6 @@ from gru_ref.kernels.numba_cpu._workspace import empty
 from gru_ref.ops import embedding as definition
 from gru_ref.types import Array
 
-
 _SMALL = 64
 """Columns too few for a second thread."""
 

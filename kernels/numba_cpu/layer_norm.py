@@ -1,7 +1,7 @@
 """Twin of gru_ref/ops/layer_norm.py, where the equations are.
 
-Faster because a row stays in the CPU's cache through all its passes, and no temporary array is made. Sums over
-a row are kept in several parts, as vector instructions do, so the last bits differ from NumPy's.
+Faster because a row stays in the CPU's cache through all its passes, and no temporary array is made. Sums
+over a row are kept in several parts, as vector instructions do, so the last bits differ from NumPy's.
 """
 
 import math

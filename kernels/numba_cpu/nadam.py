@@ -10,7 +10,6 @@ from gru_ref.kernels.numba_cpu._compile import compiled, updatable
 from gru_ref.ops import nadam as definition
 from gru_ref.types import Array
 
-
 _SMALL = 2**13
 """Parameters too few for a second thread."""
 
