@@ -55,7 +55,7 @@ def errors(op: str, dtype: Any, backend: Backend, seed: int = 1, **options: Any)
     for key, true in exact.items():
         if key[0] not in twins:
             continue
-        unit = np.finfo(dtype).eps * float(np.max(np.abs(true), initial=0)) or 1.0
+        unit = float(np.finfo(dtype).eps) * float(np.max(np.abs(true), initial=0)) or 1.0
         against = true if np.dtype(dtype) == np.float32 else plain[key]
         rows.append(
             {

@@ -15,7 +15,7 @@ import sys
 import numpy as np
 import pytest
 
-from gru_ref import Backend, cli, ops
+from gru_ref import Backend, cli, ops, threads
 from gru_ref.backend import public_functions
 from gru_ref.errors import BackendError
 from gru_ref.kernels import numba_cpu
@@ -41,7 +41,7 @@ def twins():
 
 @pytest.fixture
 def kernel_calls(monkeypatch):
-    """The names of the kernels that are called."""
+    """The names of the kernels that are called, by one thread so that each is called once."""
     calls = []
     call = _compile.Kernel.__call__
 
@@ -50,7 +50,8 @@ def kernel_calls(monkeypatch):
         call(kernel, *arguments)
 
     monkeypatch.setattr(_compile.Kernel, "__call__", spy)
-    return calls
+    with threads.limited(1):
+        yield calls
 
 
 def assert_close(actual, expected, size=None):
@@ -108,18 +109,18 @@ def test_an_unknown_backend_is_an_error_that_names_the_known_ones():
 def test_a_twin_file_that_redefines_nothing_or_adds_something_is_an_error(
     body, defined, tmp_path, monkeypatch
 ):
-    (tmp_path / "dropout.py").write_text(body + defined)
+    (tmp_path / "attention.py").write_text(body + defined)
     monkeypatch.setattr(numba_cpu, "__path__", [*numba_cpu.__path__, str(tmp_path)])
-    name = "gru_ref.kernels.numba_cpu.dropout"
+    name = "gru_ref.kernels.numba_cpu.attention"
     monkeypatch.setitem(sys.modules, name, None)  # so that what is imported now is taken out again
     del sys.modules[name]
-    monkeypatch.setattr(numba_cpu, "dropout", None, raising=False)
+    monkeypatch.setattr(numba_cpu, "attention", None, raising=False)
     if defined and "forwards" not in body:
-        assert Backend("numba").dropout.forward.__module__ == name
-        assert Backend("numba").dropout.backward.__module__ == "gru_ref.ops.dropout"
+        assert Backend("numba").attention.forward.__module__ == name
+        assert Backend("numba").attention.backward.__module__ == "gru_ref.ops.attention"
     else:
-        with pytest.raises(BackendError, match=r"numba_cpu/dropout\.py must redefine public functions"):
-            _ = Backend("numba").dropout
+        with pytest.raises(BackendError, match=r"numba_cpu/attention\.py must redefine public functions"):
+            _ = Backend("numba").attention
 
 
 def test_numba_is_imported_by_the_numba_backend_only_and_its_absence_is_one_line():

@@ -82,7 +82,7 @@ def test_what_a_step_changed_is_the_output(op):
     arrays, _ = golden(op)
     for dtype in DTYPES:
         inputs, outputs = (part(arrays, "example", dtype, role) for role in ("input", "output"))
-        assert outputs.keys() == ({"grads"} if op == "clip" else {"params", "m", "v"})
+        assert outputs.keys() == {"clip": {"grads"}, "accumulate": {"total"}}.get(op, {"params", "m", "v"})
         assert all(not np.array_equal(outputs[name], inputs[name]) for name in outputs)
 
 
@@ -151,7 +151,7 @@ def test_the_command_lists_and_writes(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--op", "grus", "-o", "x.npz"], "there is no operation 'grus'; known: adamw, "),
+        (["--op", "grus", "-o", "x.npz"], "there is no operation 'grus'; known: accumulate, adamw, "),
         (["--op", "gru", "-o", "x.h5"], "x.h5: golden values are written as .npz"),
         (["--op", "gru"], "golden needs --op and -o"),
         (["--op", "gru", "-o", "x.npz", "--seed", "-1"], "--seed -1: must lie in"),

@@ -21,14 +21,21 @@ def losses(config):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_losses_of_200_steps_agree_to_1e_5(kind, tiny):
-    options = MODELS[kind] | {"train.steps": STEPS, "train.batch_size": 4, "train.seq_len": 12, "schedule.lr": 2e-3}
+    options = MODELS[kind] | {
+        "train.steps": STEPS,
+        "train.batch_size": 4,
+        "train.seq_len": 12,
+        "schedule.lr": 2e-3,
+    }
     (plain, start), (fast, end) = (losses(tiny(options | {"run.kernels": k})) for k in ("numpy", "numba"))
     assert max(abs(a - b) for a, b in zip(plain, fast, strict=True)) <= 1e-5
     assert plain[-1] < plain[0] - 1  # it did learn
     assert not np.array_equal(start, end)  # and they are not the same functions
 
 
-def test_a_run_says_once_that_it_compiles_and_a_second_one_does_not(tiny, tmp_path, monkeypatch, short_samples):
+def test_a_run_says_once_that_it_compiles_and_a_second_one_does_not(
+    tiny, tmp_path, monkeypatch, short_samples
+):
     """The cold start is a step of its own; nothing of it is in the run's own logs."""
     from gru_ref.kernels.numba_cpu import _compile
     from gru_ref.kernels.numba_cpu import embedding as twin
@@ -41,7 +48,7 @@ def test_a_run_says_once_that_it_compiles_and_a_second_one_does_not(tiny, tmp_pa
     train(config, out=tmp_path / "run", observer=events.append)
     kinds = [event["event"] for event in events]
     assert kinds[:3] == ["start", "compiling", "compiled"]
-    assert events[2]["kernels"] == 1
+    assert events[2]["kernels"] >= 1
     assert "compil" not in (tmp_path / "run" / "events.jsonl").read_text()
     assert warm_up(config, lambda: pytest.fail("compiled again")) == 0
     assert warm_up(tiny(), lambda: pytest.fail("the definitions compile nothing")) == 0

@@ -23,7 +23,7 @@ IN_PLACE = [name for name in ops.names() if name not in DIFFERENTIABLE]
 OP_CASES = [
     pytest.param(op, case, id=f"{op}-{case}") for op in DIFFERENTIABLE for case in getattr(ops, op).CASES
 ]
-UPDATE = {"adamw": "step", "nadam": "step", "clip": "clip"}
+UPDATE = {"accumulate": "add", "adamw": "step", "nadam": "step", "clip": "clip"}
 """The function of an operation that works in place."""
 
 
@@ -82,7 +82,7 @@ def test_an_operation_has_its_functions_an_example_and_documented_shapes(op):
 
 
 def test_an_unknown_operation_is_an_attribute_error_that_lists_the_known_ones():
-    with pytest.raises(AttributeError, match=r"no operation 'grru'; known: adamw, attention"):
+    with pytest.raises(AttributeError, match=r"no operation 'grru'; known: accumulate, adamw, attention"):
         _ = ops.grru
 
 

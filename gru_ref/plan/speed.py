@@ -141,7 +141,7 @@ def _time_micro_batch(config: Config, budget: float) -> tuple[float, str]:
         taken = [seconds(*((size, B) if recurrent else (T, size)))]
     while time.perf_counter() + taken[0] < end:
         taken.append(seconds(*((size, B) if recurrent else (T, size))))
-    products = statistics.median(taken) - passes(size) * a_pass
+    products = max(0.0, statistics.median(taken) - passes(size) * a_pass)  # a busy machine can make it less
     return passes(full) * a_pass + products * full / size, f"{size} of {full} {unit}"
 
 

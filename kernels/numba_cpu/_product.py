@@ -50,6 +50,7 @@ def product(a: Array, b: Array, bias: Array | None = None) -> Array:
 def packed(b: Array) -> Array:
     """b (K, N) in panels, for `multiply`."""
     K, N = b.shape
+    b = b if b.flags.writeable else b.copy()  # kernels are compiled for arrays that could be written
     result = empty(whole_panels(N, b.itemsize) * K, b.dtype)
     threads.share(
         lambda n, n_end: _pack(b, n, n_end, result), N, unit=panel(b.dtype), least=_SMALL // max(1, K)
