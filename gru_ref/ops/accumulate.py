@@ -2,8 +2,8 @@
 
     total ← total + gradient
 
-Operations return gradients and models add them up with this: over both uses of a tied weight, over slices of a
-window, over micro-batches.
+Operations return gradients and models add them up with this: over both uses of a tied weight, over slices of
+a window, over micro-batches.
 """
 
 from typing import Any

@@ -6,8 +6,8 @@
 packed once (`packed`), and BLAS would pack it anew at each step, which costs as much as the product.
 C ← C + A·B, with A (M, K), B (K, N). Packed means that B's columns lie in panels as wide as a tile
 (_tile.py), each panel's rows one after the other, the last panel filled up with zeros. A panel's next _DEPTH
-rows stay in the first-level cache while the rows of A pass by (Goto and van de Geijn 2008). An element of C is
-the same sum in the same order whatever rows are beside it.
+rows stay in the first-level cache while the rows of A pass by (Goto and van de Geijn 2008). An element of C
+is the same sum in the same order whatever rows are beside it.
 """
 
 import numba
