@@ -97,14 +97,14 @@ def command(
 def _print_list(as_json: bool) -> None:
     from gru_ref import bench
 
-    rows = [{"name": n, "long": bench.is_long(n), "summary": bench.summary(n)} for n in bench.names()]
+    names = bench.names()
     if as_json:
+        rows = [{"name": n, "long": bench.is_long(n), "summary": bench.summary(n)} for n in names]
         click.echo(json.dumps(rows))
         return
-    for row in rows:
-        click.echo(
-            f"{row['name']:<{max(map(len, bench.names()))}}  {row['summary']}{' (long)' * row['long']}"
-        )
+    for name in names:
+        long = "with --all: " if bench.is_long(name) else ""
+        click.echo(f"{name:<{max(map(len, names))}}  {long}{bench.summary(name)}")
 
 
 def _measure(name: str, settings: "Settings", report: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 Names of the GPT's parameters are ours, those of the GRU's are PyTorch's (gru_ref/interop/gru_lm.py).
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -171,7 +172,7 @@ def updating(name: str, gradients: list[Array], threads: int, kept: float) -> Ca
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = torch.from_numpy(gradient.copy())
     optimizer = nadam(parameters) if name == "nadam" else adamw(parameters)
-    norm = float(nn.utils.get_total_norm([parameter.grad for parameter in parameters]))
+    norm = math.sqrt(sum(float(np.square(g, dtype=np.float64).sum()) for g in gradients))
 
     def update() -> None:
         nonlocal norm

@@ -3,6 +3,8 @@
 Every token needs every weight once, except the tables of which it looks up a row.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
 from gru_ref.bench import _limits, _ours
@@ -46,7 +48,7 @@ def _run(name: str, config: ModelConfig, settings: Settings) -> list[Row]:
     prompt = [i % config.vocab_size for i in range(PROMPT)]
     most = (config.context or 1024) - PROMPT  # tokens until a cache is full
     tokens = generate(model, prompt, most)
-    sides = {"ours": lambda: next(tokens)}
+    sides: dict[str, Callable[[], object]] = {"ours": lambda: next(tokens)}
     peers = torch_peers()
     if peers:
         peer = peers.same_model(model, settings.threads)

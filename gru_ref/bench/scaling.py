@@ -53,8 +53,10 @@ def _run(shape: Shape, settings: Settings) -> list[Row]:
 
 
 def _step(s: Shape, settings: Settings) -> Callable[[], object]:
-    of_gpt = {"heads": s.D // 32, "context": s.T} if s.kind == "gpt2" else {}
-    config = ModelConfig(kind=s.kind, layers=s.L, hidden=s.D, vocab_size=V, **of_gpt)
+    config = ModelConfig(kind=s.kind, layers=s.L, hidden=s.D, vocab_size=V)
+    optimizer = _ours.NADAM
+    if s.kind == "gpt2":
+        config = dataclasses.replace(config, heads=s.D // 32, context=s.T)
+        optimizer = _ours.ADAMW
     model = _ours.language_model(config, settings.kernels)
-    optimizer = _ours.ADAMW if s.kind == "gpt2" else _ours.NADAM
     return _ours.training(model, optimizer, _ours.random_batch(config, s.T, s.B))
