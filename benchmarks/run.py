@@ -20,7 +20,8 @@ def main(options: list[str]) -> int:
         return done.returncode
     before, _, rest = README.read_text("utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
-    facts = f"- commit {_git('rev-parse', '--short', 'HEAD')}{' and changes' * bool(_git('status', '--porcelain'))}"
+    changes = " and changes" if _git("status", "--porcelain") else ""
+    facts = f"- commit {_git('rev-parse', '--short', 'HEAD')}{changes}"
     README.write_text(f"{before}{BEGIN}{facts}\n{done.stdout}{END}{after}", "utf-8")
     return done.returncode
 

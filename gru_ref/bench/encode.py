@@ -40,7 +40,7 @@ def run(settings: Settings) -> list[Row]:
         Row(work, "peak resident memory", Spread.of(peaks), "MB", BAR_MEMORY, at_most=True),
     ]
     if cat:
-        rows.append(Row(work, "time of cat's", ratios(times["ours"], times["cat"])))
+        rows.append(Row(work, "times as long as cat", ratios(times["ours"], times["cat"])))
     return rows
 
 
