@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,7 @@ def command(
     from gru_ref import bench
     from gru_ref.bench import _machine
     from gru_ref.bench._settings import Settings
+    from gru_ref.cli._terminal import signals_end_it
     from gru_ref.errors import UsageError
     from gru_ref.training.loop import available_cores
 
@@ -84,7 +86,8 @@ def command(
     show(report, None)
     for name in chosen:
         if in_this_process:
-            report["benchmarks"][name] = bench.run(name, settings)
+            with signals_end_it():
+                report["benchmarks"][name] = bench.run(name, settings)
         else:
             click.echo(f"gru-ref: measuring {name}: {bench.summary(name)}", err=True)
             _measure(name, settings, report)
@@ -115,14 +118,37 @@ def _measure(name: str, settings: "Settings", report: dict[str, Any]) -> None:
     command = [sys.executable, "-P", "-m", "gru_ref.cli", "bench", name, "--in-this-process", "--json"]
     command += [f"--threads={settings.threads}", f"--kernels={settings.kernels}"]
     command += [f"--repeats={settings.repeats}"] if settings.repeats else [f"--seconds={settings.seconds}"]
-    environment = bench.measuring_environment()
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
-    if done.returncode == 0:
-        report["benchmarks"][name] = json.loads(done.stdout)["benchmarks"][name]
+    code, out, err = _run(command, bench.measuring_environment())
+    if code == 0:
+        report["benchmarks"][name] = json.loads(out)["benchmarks"][name]
         return
-    last = (done.stderr.splitlines() or [f"ended with exit code {done.returncode}"])[-1]
+    last = (err.splitlines() or [f"ended with exit code {code}"])[-1]
     report["failed"][name] = last.removeprefix("gru-ref: error: ")
     click.echo(f"gru-ref: {name} failed: {report['failed'][name]}", err=True)
+
+
+def _run(command: list[str], environment: dict[str, str]) -> tuple[int, str, str]:
+    """Exit code, output and errors; what ends this process ends that one, and those that it started."""
+    from gru_ref.cli._terminal import signals_end_it
+
+    with (
+        signals_end_it(),
+        subprocess.Popen(
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        ) as process,
+    ):
+        try:
+            out, err = process.communicate()
+        except BaseException:
+            os.killpg(process.pid, signal.SIGTERM)
+            raise
+        return process.returncode, out, err
 
 
 # --- what is shown: first the machine (name None), then a benchmark's rows as soon as they are there --------

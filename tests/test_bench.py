@@ -1,11 +1,16 @@
 """How benchmarks measure and report, with a clock of the test's own. No timing is a test."""
 
 import dataclasses
+import importlib
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 
 from gru_ref import bench, cli
@@ -287,14 +292,14 @@ def test_markdown_is_one_table_under_the_facts_of_the_machine(capsys, monkeypatc
 def test_each_benchmark_runs_in_a_process_without_the_variables_and_a_failure_is_a_line(capsys, monkeypatch):
     calls = []
 
-    def start(command, env, **options):
-        calls.append((command, env))
-        return subprocess.CompletedProcess(command, 1, "", "warning\ngru-ref: error: no peer\n")
+    def fail(command, environment):
+        calls.append((command, environment))
+        return 1, "", "warning\ngru-ref: error: no peer\n"
 
     for name in bench.REMOVED:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
-    monkeypatch.setattr(subprocess, "run", start)
+    monkeypatch.setattr(importlib.import_module("gru_ref.cli.bench"), "_run", fail)
     assert cli.run(["bench", "import", "kernels", "--repeats=3", "--json"]) == 1
     shown = capsys.readouterr()
     report = json.loads(shown.out)
@@ -304,6 +309,23 @@ def test_each_benchmark_runs_in_a_process_without_the_variables_and_a_failure_is
     assert [command[5] for command, _ in calls] == ["import", "kernels"]
     assert "--repeats=3" in calls[0][0]
     assert "OPENBLAS_CORETYPE" not in calls[0][1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_ends_the_command_ends_the_measurement(number, tmp_path):
+    """It would go on for minutes, and it takes its 200 MB of text with it."""
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-P", "-m", "gru_ref.cli", "bench", "encode", "--seconds=300"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        assert "measuring encode" in process.stderr.readline()
+        while not list(tmp_path.iterdir()):
+            time.sleep(0.01)
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+        assert process.wait(timeout=30) == 128 + number
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert not alive
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_measurement_in_a_process_of_its_own(capsys):
