@@ -1,13 +1,9 @@
 """`gru-ref encode`: text files into one encoded corpus. The work is done by gru_ref.data.corpus."""
 
-import contextlib
 import json
 import os
-import signal
 import sys
 import time
-from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
 import click
@@ -65,13 +61,14 @@ def command(
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
+    from gru_ref.cli._terminal import signals_end_it
     from gru_ref.data.corpus import encode_files
 
     start = time.perf_counter()
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     bar = Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty())
-    with _signals_end_it(), bar:
+    with signals_end_it(), bar:
         task = bar.add_task("encode", total=None)
 
         def show(done: int, total: int) -> None:
@@ -94,21 +91,6 @@ def command(
     facts["seconds"] = seconds
     facts["mb_per_second"] = sum(source["bytes"] for source in facts["sources"]) / seconds / 1e6
     click.echo(json.dumps(facts) if as_json else _line(facts))
-
-
-@contextlib.contextmanager
-def _signals_end_it() -> Iterator[None]:
-    """SIGTERM and SIGHUP end it as Ctrl-C does: no process and no temporary file is left."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _tokenizer(name: str | None, vocab: str, train_bpe: int | None) -> str:
