@@ -3,8 +3,10 @@
     L2-relative  ‖a − b‖ / max(‖a‖, ‖b‖)     0 where both are zero, at most 2; over one tensor, or over all
     largest      max |a − b|
 
-Sums are in float64. Values that are equal count as no difference, NaN beside NaN too; any other NaN or Inf is
-a difference beyond every tolerance. What is in a layout that import knows is compared under our names, so a
+Norms are in float64, of scaled values, so that no square overflows. Integers and booleans are subtracted
+exactly, so that none passes for its neighbour; beside a float they count as float64. Equal values are no
+difference, NaN beside NaN too, and a NaN or Inf in both is left out of the norms; any other NaN or Inf is a
+difference beyond every tolerance. What is in a layout that import knows is compared under our names, so a
 checkpoint can be held against its own export; anything else under the names in the file.
 """
 
@@ -52,8 +54,8 @@ class Comparison:
     only_b: list[str] = field(default_factory=list)
     settings: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # that differ; they decide nothing
     notes: list[str] = field(default_factory=list)
-    relative: float = 0.0  # over all tensors together
-    largest: float = 0.0
+    relative: float = math.nan  # over all tensors of equal shapes together; NaN where there are none
+    largest: float = math.nan
 
     @property
     def ok(self) -> bool:
@@ -90,6 +92,7 @@ def compare(a: str | Path, b: str | Path, *, tolerance: float = 0.0) -> Comparis
     result.only_a = [name for name in left.tensors if name not in right.tensors]
     result.only_b = [name for name in right.tensors if name not in left.tensors]
     total = np.zeros(3)
+    largest_of = []
     for name, x in left.tensors.items():
         if name not in right.tensors:
             continue
@@ -99,15 +102,15 @@ def compare(a: str | Path, b: str | Path, *, tolerance: float = 0.0) -> Comparis
         relative = largest = math.nan
         where = None
         if x.shape == y.shape:
-            squares, largest, where = _distances(x, y)
-            total += squares
-            relative = _relative(squares)
+            norms, largest, where = _distances(x, y)
+            total = np.hypot(total, norms)
+            largest_of.append(largest)
+            relative = _relative(norms)
         # with no tolerance even a difference whose square is too small for a number counts
         within = relative <= tolerance and (tolerance > 0 or largest == 0)
         result.tensors.append(Difference(name, (x.shape, y.shape), dtypes, relative, largest, where, within))
-    result.relative = _relative(total)
-    largest_of = [t.largest for t in result.tensors if t.shapes[0] == t.shapes[1]]
-    result.largest = float(np.max(largest_of)) if largest_of else 0.0  # a NaN stays one
+    if largest_of:
+        result.relative, result.largest = _relative(total), float(np.max(largest_of))  # a NaN stays one
     for key in sorted(left.settings.keys() & right.settings.keys()):
         if left.settings[key] != right.settings[key]:
             result.settings[key] = (left.settings[key], right.settings[key])
@@ -190,25 +193,44 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _distances(a: Array, b: Array) -> tuple[Array, float, tuple[int, ...] | None]:
-    """(Σ(a−b)², Σa², Σb²), max |a−b| and where it is, of two arrays of one shape."""
+    """(‖a−b‖, ‖a‖, ‖b‖), max |a−b| and where it is, of two arrays of one shape."""
     x, y = a.reshape(-1), b.reshape(-1)
-    squares, largest, index = np.zeros(3), 0.0, None
+    norms, largest, index = np.zeros(3), 0.0, None
     with np.errstate(invalid="ignore", over="ignore"):
         for start in range(0, x.size, _BLOCK):
-            p, q = (v[start : start + _BLOCK].astype(np.float64) for v in (x, y))
-            same = (p == q) | (np.isnan(p) & np.isnan(q))
-            difference = np.abs(np.where(same, 0.0, p - q))
-            squares += [np.square(v).sum() for v in (difference, p, q)]
+            p, q = (v[start : start + _BLOCK] for v in (x, y))
+            difference, p, q = _difference(p, q)
+            norms = np.hypot(norms, [_norm(v) for v in (difference, p, q)])
             at = int(np.argmax(difference))  # a NaN counts as the largest
             if difference[at] > largest or (np.isnan(difference[at]) and not np.isnan(largest)):
                 largest, index = float(difference[at]), start + at
     where = None if index is None else tuple(int(i) for i in np.unravel_index(index, a.shape))
-    return squares, largest, where
+    return norms, largest, where
 
 
-def _relative(squares: Array) -> float:
-    """‖a−b‖ / max(‖a‖, ‖b‖) from the sums of squares."""
-    difference, of_a, of_b = (math.sqrt(total) for total in squares)
-    if not math.isfinite(difference):
+def _difference(p: Array, q: Array) -> tuple[Array, Array, Array]:
+    """|p − q|, p and q in float64, with 0 in all three for an equal NaN or Inf."""
+    x, y = p.astype(np.float64), q.astype(np.float64)
+    if all(v.dtype.kind in "iub" for v in (p, q)) and 8 in (p.itemsize, q.itemsize):
+        # Python's integers: float64 cannot hold all of 64 bits, nor int64 every difference
+        return np.abs(p.astype(object) - q.astype(object)).astype(np.float64), x, y
+    same = (x == y) | (np.isnan(x) & np.isnan(y))
+    odd = same & ~np.isfinite(x)
+    return np.abs(np.where(same, 0.0, x - y)), np.where(odd, 0.0, x), np.where(odd, 0.0, y)
+
+
+def _norm(v: Array) -> float:
+    """‖v‖, from squares of values that are first scaled to below 1 by a power of two."""
+    largest = float(np.abs(v).max())
+    if not math.isfinite(largest):
+        return largest
+    exponent = math.frexp(largest)[1]
+    return float(np.ldexp(np.sqrt(np.square(np.ldexp(v, -exponent)).sum()), exponent))
+
+
+def _relative(norms: Array) -> float:
+    """‖a−b‖ / max(‖a‖, ‖b‖); NaN where one of them is not finite."""
+    difference, of_a, of_b = norms.tolist()
+    if not all(map(math.isfinite, (difference, of_a, of_b))):
         return math.nan
     return difference / max(of_a, of_b) if difference else 0.0
