@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gru_ref import cli, ops
+from gru_ref import cli, load_config, ops, train
 from gru_ref.checkpoint import load_checkpoint, save_checkpoint, verify_checkpoint
 from gru_ref.checkpoint.layout import SCALARS, Checkpoint
 from gru_ref.config import Config
@@ -222,7 +222,12 @@ def test_a_round_trip_without_our_metadata_keeps_every_bit(tmp_path, to, model):
 
 @pytest.mark.parametrize("to", ["torch", "keras", "safetensors"])
 def test_rows_beyond_the_vocabulary_stay_here_and_come_back_as_zeros(tmp_path, to):
-    weights = save(tmp_path / "a.h5", vocab_padding=8)
+    save(tmp_path / "a.h5", vocab_padding=8)
+    checkpoint = load_checkpoint(tmp_path / "a.h5")
+    weights = checkpoint.model
+    for name, array in weights.items():
+        array[11 if "gru" not in name else len(array) :] = 0.5  # an older gru-ref drew numbers for them
+    save_checkpoint(tmp_path / "a.h5", checkpoint)
     file = tmp_path / f"a{suffix(to)}"
     export_checkpoint(tmp_path / "a.h5", to, file)
     rows = 16 if to == "safetensors" else 11
@@ -236,6 +241,24 @@ def test_rows_beyond_the_vocabulary_stay_here_and_come_back_as_zeros(tmp_path, t
         )
     assert loaded["embedding.weight"].shape == (16, 4)
     assert loaded["embedding.weight"][11:].any() == (to == "safetensors")
+
+
+@pytest.mark.parametrize(("kind", "to"), [("gru-lm", "torch"), ("gru-lm", "keras"), ("gpt2", "hf-gpt2")])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_trained_run_with_a_padded_vocabulary_comes_back_bit_by_bit(tmp_path, kind, to, tied):
+    """The rows that pad it begin at zero, and neither a gradient nor weight decay moves them."""
+    options = {"model.kind": kind, "model.layers": 1, "model.hidden": 8, "model.embedding": 0}
+    options |= {"model.tied": tied, "model.vocab_padding": 64, "train.steps": 3, "train.seq_len": 8}
+    options |= {"optimizer.name": "adamw", "optimizer.weight_decay": 0.1, "train.label_smoothing": 0.1}
+    options |= {"train.batch_size": 2, "train.eval_every": 0, "train.eval_tokens": 50}
+    (tmp_path / "text.txt").write_bytes(b"the quick brown fox jumps over the lazy dog.\n" * 9)
+    options |= {"data.files": [str(tmp_path / "text.txt")], "run.threads": 1}
+    train(load_config(options=options), tmp_path / "run")
+    export_checkpoint(tmp_path / "run", to, tmp_path / f"a{suffix(to)}")
+    settings = {"model.vocab_padding": 64} if to == "hf-gpt2" else {}
+    import_file(tmp_path / f"a{suffix(to)}", kind, tmp_path / "b.h5", settings=settings)
+    assert load_checkpoint(tmp_path / "b.h5").model["embedding.weight"].shape == (128, 8)
+    assert compare(tmp_path / "run", tmp_path / "b.h5").identical
 
 
 def test_two_biases_become_one_only_where_their_sum_is_exact(tmp_path, capsys):
