@@ -22,8 +22,7 @@ from gru_ref.checkpoint.find import newest_checkpoint
 from gru_ref.checkpoint.layout import HIDDEN
 from gru_ref.checkpoint.read import load_checkpoint
 from gru_ref.errors import UsageError
-from gru_ref.interop.exchange import HF_WEIGHTS, KINDS, family, interpret, recognise, weights_file
-from gru_ref.interop.tensor_files import read_tensors
+from gru_ref.interop.exchange import KINDS, family, interpret, is_hf_folder, read_weights, recognise
 from gru_ref.types import Array
 
 _BLOCK = 1 << 20  # elements that are turned into float64 at a time
@@ -88,16 +87,15 @@ def compare(a: str | Path, b: str | Path, *, tolerance: float = 0.0) -> Comparis
         raise UsageError(f"--tolerance {tolerance}: must be a number of 0 or more")
     left, right = _read(a), _read(b)
     _drop_what_one_lacks(left, right)
-    result = Comparison(str(a), str(b), tolerance, notes=left.notes + right.notes)
+    result = Comparison(str(a), str(b), tolerance)
     result.only_a = [name for name in left.tensors if name not in right.tensors]
     result.only_b = [name for name in right.tensors if name not in left.tensors]
     total = np.zeros(3)
     largest_of = []
-    for name, x in left.tensors.items():
+    for name in left.tensors:
         if name not in right.tensors:
             continue
-        y = right.tensors[name]
-        x, y = left.cropped(name, x, y), right.cropped(name, y, x)
+        x, y = _without_padding(name, left, right)
         dtypes = (left.dtypes.get(name, x.dtype.name), right.dtypes.get(name, y.dtype.name))
         relative = largest = math.nan
         where = None
@@ -111,6 +109,7 @@ def compare(a: str | Path, b: str | Path, *, tolerance: float = 0.0) -> Comparis
         result.tensors.append(Difference(name, (x.shape, y.shape), dtypes, relative, largest, where, within))
     if largest_of:
         result.relative, result.largest = _relative(total), float(np.max(largest_of))  # a NaN stays one
+    result.notes = left.notes + right.notes
     for key in sorted(left.settings.keys() & right.settings.keys()):
         if left.settings[key] != right.settings[key]:
             result.settings[key] = (left.settings[key], right.settings[key])
@@ -127,21 +126,16 @@ class _Side:
     vocabulary: tuple[str, ...] = ()  # names of tensors with one row a token
     vocab_size: int = 0
     notes: list[str] = field(default_factory=list)
-
-    def cropped(self, name: str, mine: Array, other: Array) -> Array:
-        """Without the rows beyond the vocabulary, where the other side has left them out."""
-        if name in self.vocabulary and other.shape[:1] == (self.vocab_size,):
-            return mine[: self.vocab_size]
-        return mine
+    knows_padding: bool = True  # False for other programs' files, which count every row as a token
 
 
 def _read(path: str | Path) -> _Side:
     path = Path(path)
-    if (path.is_dir() and not (path / HF_WEIGHTS).is_file()) or path.suffix == ".h5":
+    if (path.is_dir() and not is_hf_folder(path)) or path.suffix == ".h5":
         return _read_checkpoint(newest_checkpoint(path))
     if not path.exists():
         raise UsageError(f"{path}: no such file; name a checkpoint, a run, a .safetensors or an .npz file")
-    content = read_tensors(weights_file(path))
+    content = read_weights(path)
     reason = "its names are of no layout that import knows"
     for kind in KINDS:
         if family(kind).detect(content.tensors) is None:
@@ -154,7 +148,9 @@ def _read(path: str | Path) -> _Side:
             break
         model = weights.config.model
         settings = _flat(content.metadata.get("config", {}))
-        return _Side(weights.parameters, settings, {}, family(kind).VOCABULARY, model.vocab_size)
+        side = _Side(weights.parameters, settings, {}, family(kind).VOCABULARY, model.vocab_size)
+        side.knows_padding = layout == "own" or bool(settings)
+        return side
     note = f"{path}: compared under the names in the file: {reason}"
     return _Side(content.tensors, _flat(content.metadata), content.dtypes, notes=[note])
 
@@ -172,6 +168,22 @@ def _read_checkpoint(path: Path) -> _Side:
     settings |= {f"/optimizer/{name}": value for name, value in checkpoint.optimizer.items()}
     settings |= {f"/trainer/{name}": value for name, value in checkpoint.trainer.items()}
     return _Side(tensors, settings, {}, family(model.kind).VOCABULARY, model.vocab_size)
+
+
+def _without_padding(name: str, left: _Side, right: _Side) -> tuple[Array, Array]:
+    """A tensor of both; rows that pad one's vocabulary are left out where the other does not know them."""
+    x, y = left.tensors[name], right.tensors[name]
+    for side, other in ((left, right), (right, left)):
+        V = side.vocab_size
+        if name not in side.vocabulary or side.tensors[name].shape[:1] <= (V,):
+            continue
+        if x.shape == y.shape and not other.knows_padding:
+            note = f"rows from {V} on only pad the vocabulary of one of them; not compared"
+            left.notes += [note] if note not in left.notes else []
+            return x[:V], y[:V]
+        if other.tensors[name].shape[:1] == (V,):
+            return x[:V], y[:V]
+    return x, y
 
 
 def _drop_what_one_lacks(left: _Side, right: _Side) -> None:
