@@ -406,6 +406,17 @@ def test_text_from_the_cache_is_the_text_without_it(length, settings):
     assert list(generate(model, prompt, 40, **settings)) == uncached(model, prompt, 40, **settings)
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 1e-5), (np.float64, 1e-14)])
+def test_cached_logits_differ_by_the_order_of_sums_alone(dtype, tolerance):
+    """docs/design.md says by how much: about 1e-6 in float32, and 1e-15 in float64."""
+    model = build(dataclasses.replace(SMALL, hidden=96, context=32), dtype=dtype, noise=0.05)
+    ids, _ = batch(model, T=32, B=2)
+    whole, state = model.forward(ids)[0], None
+    for t in range(32):
+        logits, state, _ = model.forward(ids[t : t + 1], state)
+        assert np.abs(logits[0] - whole[t]).max() <= tolerance * np.abs(whole).max()
+
+
 def test_a_prompt_beyond_the_context_is_the_prompt_without_its_beginning():
     """S03."""
     model = build()

@@ -714,6 +714,24 @@ def test_other_beginnings_of_names_are_renamed(tmp_path, capsys):
     )
 
 
+def test_the_bare_state_dict_of_a_gru_is_refused_and_its_names_can_be_renamed(tmp_path, capsys):
+    """docs/exchange.md: without embedding and classifier it is no language model."""
+    tensors = read_tensors(altered(tmp_path, {})).tensors
+    bare = {name.removeprefix("gru."): array for name, array in tensors.items()}
+    inner = {name: array for name, array in bare.items() if "_l" in name}
+    renames = ("--rename", "weight_=gru.weight_", "--rename", "bias_=gru.bias_")
+    for file, content in (("inner.npz", inner), ("bare.npz", bare)):
+        np.savez(tmp_path / file, **content)
+        arguments = ("import", tmp_path / file, "--as", "gru-lm", "-o", tmp_path / "b.h5")
+        assert "not a gru-lm in a known layout; it holds bias_hh_l0" in refused(capsys, *arguments)
+    arguments = ("import", tmp_path / "inner.npz", "--as", "gru-lm", "-o", tmp_path / "b.h5")
+    err = refused(capsys, *arguments, *renames)
+    assert "inner.npz: missing embedding.weight, classifier.weight, classifier.bias" in err
+    arguments = ("import", tmp_path / "bare.npz", "--as", "gru-lm", "-o", tmp_path / "b.h5")
+    assert run(capsys, *arguments, *renames)[0] == 0
+    assert compare(tmp_path / "a.h5", tmp_path / "b.h5").identical
+
+
 def test_a_model_of_another_kind_is_refused(tmp_path, capsys):
     save(tmp_path / "a.h5")
     out = ("-o", tmp_path / "out")
@@ -1049,6 +1067,43 @@ def test_names_that_cannot_be_are_refused(tmp_path, capsys, monkeypatch, command
     assert reason in refused(capsys, *command)
 
 
+@pytest.mark.parametrize(
+    ("output", "command"),
+    [
+        ("o.npz", ("export", "a.h5", "--to", "npz")),
+        ("o.safetensors", ("export", "a.h5", "--to", "torch")),
+        ("o.npz", ("golden", "--op", "linear")),
+        ("o.h5", ("import", "in.npz", "--as", "gru-lm")),
+        ("o.h5", ("encode", "text.txt")),
+    ],
+)
+def test_what_a_killed_process_left_of_a_file_goes_when_the_file_is_written_again(
+    tmp_path, capsys, monkeypatch, output, command
+):
+    """And nothing else: neither a live process's, nor another file's, nor a file that only looks alike."""
+    monkeypatch.chdir(tmp_path)
+    save(tmp_path / "a.h5")
+    export_checkpoint("a.h5", "npz", "in.npz")
+    Path("text.txt").write_text("text")
+    dead = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True
+    )
+    gone = int(dead.stdout)
+    stale = [f".{output}.{gone}.tmp", *([f".{output}.md5.{gone}.tmp"] if command[0] == "import" else [])]
+    others = [
+        f".{output}.{os.getppid()}.tmp",
+        f".x{output}.{gone}.tmp",
+        f"{output}.{gone}.tmp",
+        f".{output}.x.tmp",
+    ]
+    before = {path.name for path in tmp_path.iterdir()}
+    for name in (*stale, *others):
+        Path(name).write_bytes(b"half")
+    assert run(capsys, *command, "-o", output)[0] == 0
+    after = {path.name for path in tmp_path.iterdir()} - {f"{output}.md5"}
+    assert after == before | {output, *others}
+
+
 @pytest.mark.parametrize("to", ["torch", "keras"])
 def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path, to):
     save(tmp_path / "a.h5", hidden=64)
@@ -1135,7 +1190,7 @@ def test_the_programs_of_the_page_run(tmp_path, monkeypatch):
     torch = pytest.importorskip("torch")
     page = Path(__file__).resolve().parent.parent / "docs" / "exchange.md"
     programs = re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
-    assert len(programs) == 5
+    assert len(programs) == 6
     save(tmp_path / "a.h5", layers=1, hidden=192, embedding=64, vocab_size=100)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KERAS_BACKEND", "torch")
@@ -1149,8 +1204,15 @@ def test_the_programs_of_the_page_run(tmp_path, monkeypatch):
             torch.save(names["model"].state_dict(), "mine.pt")
         if "transformers" not in program:  # test_parity_hf.py
             exec(compile(program, "exchange.md", "exec"), names)
+        if "class GRUModel" in program:  # weights that lie in memory as a transpose, as after surgery
+            with torch.no_grad():
+                for parameter in names["model"].parameters():
+                    if parameter.ndim == 2:
+                        parameter.data = parameter.data.T.contiguous().T
     for file in [
-        path for path in ("mine.safetensors", "mine-too.safetensors", "mine.npz") if Path(path).exists()
+        path
+        for path in ("mine.safetensors", "parts.safetensors", "mine-too.safetensors", "mine.npz")
+        if Path(path).exists()
     ]:
         import_file(file, "gru-lm", f"{file}.h5")
         assert compare("a.h5", f"{file}.h5").identical

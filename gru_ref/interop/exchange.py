@@ -20,7 +20,7 @@ import numpy as np
 
 from gru_ref import config as configuration
 from gru_ref.checkpoint.find import newest_checkpoint
-from gru_ref.checkpoint.layout import SCALARS, Checkpoint, tensor_problems
+from gru_ref.checkpoint.layout import SCALARS, Checkpoint, sidecar_path, tensor_problems
 from gru_ref.checkpoint.read import load_checkpoint
 from gru_ref.checkpoint.restore import restore_tokenizer
 from gru_ref.checkpoint.write import save_checkpoint
@@ -39,6 +39,7 @@ from gru_ref.interop.tensor_files import (
 )
 from gru_ref.interop.vocabulary import tokenizer_json
 from gru_ref.models import padded_vocab
+from gru_ref.temporaries import remove_stale_of
 from gru_ref.types import Array
 from gru_ref.version import __version__
 
@@ -190,6 +191,8 @@ def import_file(
     checkpoint.data = content.metadata.get("data", {})
     if not isinstance(checkpoint.data, dict):
         raise UsageError(f"{content.path}: the data in its metadata is not a JSON object")
+    for path in (output, sidecar_path(output)):
+        remove_stale_of(path)
     save_checkpoint(output, checkpoint)
     return {
         "file": str(content.path),

@@ -24,6 +24,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from gru_ref.errors import RunError, UsageError
+from gru_ref.temporaries import remove_stale_of, temporary_path
 from gru_ref.types import Array
 
 METADATA_KEY = "gru-ref"
@@ -297,7 +298,8 @@ def _json(value: dict[str, Any]) -> str:
 def replacing(path: Path, *, overwrite: bool) -> Iterator[BinaryIO]:
     """A new file under a temporary name that takes the place of `path` once it is on disk."""
     check_free(path, overwrite=overwrite)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = temporary_path(path)
+    remove_stale_of(path)
     try:
         with temporary.open("wb") as file:
             yield file
