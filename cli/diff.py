@@ -72,12 +72,17 @@ def _cells(tensor: "Difference") -> tuple[str, ...]:
 
 
 def _verdict(result: "Comparison") -> str:
-    figures = f"L2-relative {result.relative:.3g}, largest {result.largest:.3g} over all"
+    count = len(result.tensors)
     if result.identical:
-        return f"equal: all {len(result.tensors)} tensors have the same values"
+        return f"equal: all {count} tensors have the same values"
+    compared = sum(tensor.shapes[0] == tensor.shapes[1] for tensor in result.tensors)
+    figures = "nothing compared"
+    if compared:
+        some = f"all {count} tensors" if compared == count else f"the {compared} of equal shapes"
+        figures = f"L2-relative {result.relative:.3g}, largest {result.largest:.3g} over {some}"
     if result.ok:
-        return f"within {result.tolerance:g}: {figures} {len(result.tensors)} tensors"
+        return f"within {result.tolerance:g}: {figures}"
     beyond = sum(not tensor.within for tensor in result.tensors)
     missing = len(result.only_a) + len(result.only_b)
     alone = f", {missing} in one of them only" if missing else ""
-    return f"BEYOND {result.tolerance:g}: {beyond} of {len(result.tensors)} tensors{alone}; {figures}"
+    return f"BEYOND {result.tolerance:g}: {beyond} of {count} tensors{alone}; {figures}"

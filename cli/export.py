@@ -20,7 +20,8 @@ def command(checkpoint: str, to: str, output: str, force: bool, as_json: bool) -
     """Write the weights of a checkpoint for another program.
 
     From a run directory the newest checkpoint is taken. For hf-gpt2 FILE may be a folder; config.json is
-    written beside the weights. torch and hf-gpt2 are safetensors, which the extra gru-ref[interop] writes.
+    written beside the weights, and for other programs the vocabulary of a bpe, as a tokenizer.json. torch and
+    hf-gpt2 are safetensors, which the extra gru-ref[interop] writes.
     """
     from gru_ref.interop.exchange import export_checkpoint
 

@@ -4,6 +4,8 @@ import json
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from gru_ref import cli
 from gru_ref.checkpoint import load_checkpoint, save_checkpoint
@@ -115,6 +117,80 @@ def test_zeros_nan_infinity_and_other_types(tmp_path, capsys, a, b, relative):
     assert code == (relative is None)
 
 
+def test_an_equal_infinity_hides_no_other_difference(tmp_path, capsys):
+    """Neither in its own tensor nor in the overall figures: it adds nothing to a norm."""
+    a = write(tmp_path / "a.npz", x=[np.inf, 1.0], y=[3.0, 4.0], z=[np.nan, 2.0])
+    b = write(tmp_path / "b.npz", x=[np.inf, 1e6], y=[3.0, 5.0], z=[np.nan, 2.0])
+    code, report = diff(capsys, a, b, "--tolerance", "1e-9")
+    x, y, z = report["tensors"]
+    assert code == 1
+    assert (x["relative"], x["largest"], x["within"]) == ((1e6 - 1) / 1e6, 1e6 - 1, False)
+    assert y["relative"] == pytest.approx(1 / 34**0.5, rel=1e-14)
+    assert (z["relative"], z["within"]) == (0, True)
+    assert report["relative"] == pytest.approx((1e6 - 1) / 1e6, rel=1e-9)
+    assert cli.run(["diff", str(a), str(b), "--tolerance", "1e-9"]) == 1
+    assert "BEYOND 1e-09: 2 of 3 tensors; L2-relative 1, largest 1e+06 over all" in capsys.readouterr().out
+
+
+def test_an_infinity_in_one_of_them_leaves_no_overall_figure(tmp_path, capsys):
+    a = write(tmp_path / "a.npz", x=[np.inf, 1.0], y=[3.0])
+    b = write(tmp_path / "b.npz", x=[2.0, 1.0], y=[3.0])
+    code, report = diff(capsys, a, b, "--tolerance", "1e300")
+    assert (code, report["relative"], report["largest"]) == (1, None, None)
+    assert [tensor["within"] for tensor in report["tensors"]] == [False, True]
+
+
+@pytest.mark.parametrize("exponent", [-1000, -500, 0, 500, 1000])
+def test_the_figure_is_the_same_at_every_scale(tmp_path, exponent):
+    """No square overflows, which would pass for no difference, or vanishes."""
+    a, b = np.ldexp([3.0, 4.0], exponent), np.ldexp([3.0, 4.5], exponent)
+    result = compare(write(tmp_path / "a.npz", w=a), write(tmp_path / "b.npz", w=b), tolerance=0.09)
+    assert result.relative == result.tensors[0].relative == pytest.approx(0.5 / 29.25**0.5, rel=1e-14)
+    assert (result.largest, result.ok) == (np.ldexp(0.5, exponent), False)
+
+
+def whole(dtype):
+    """Numbers of this type, most of them near its ends."""
+    if dtype == "?":
+        return st.integers(0, 1)
+    low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
+    return st.integers(high - 1, high) | st.integers(low, low + 1) | st.integers(low, high)
+
+
+@pytest.mark.parametrize(
+    ("left", "right"), [("i8", "i8"), ("u8", "u8"), ("i8", "u8"), ("u8", "i8"), ("?", "i8"), ("u1", "i4")]
+)
+@given(data=st.data())
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_integers_and_booleans_are_compared_exactly(tmp_path, left, right, data):
+    """Against Python's integers; neighbours above 2^53 too."""
+    x, y = data.draw(whole(left)), data.draw(whole(right))
+    a = write(tmp_path / "a.npz", n=np.array([x], left))
+    b = write(tmp_path / "b.npz", n=np.array([y], right))
+    result = compare(a, b)
+    assert result.identical is result.ok is (x == y)
+    assert result.largest == float(abs(x - y))
+
+
+def test_neighbours_that_float64_cannot_tell_apart_differ(tmp_path, capsys):
+    a = write(tmp_path / "a.npz", n=np.array([2**62, 2**62 + 1]))
+    b = write(tmp_path / "b.npz", n=np.array([2**62, 2**62 + 2]))
+    code, report = diff(capsys, a, b)
+    assert (code, report["identical"], report["largest"]) == (1, False, 1.0)
+    assert report["tensors"][0]["where"] == [1]
+
+
+def test_where_nothing_can_be_compared_there_is_no_figure(tmp_path, capsys):
+    a = write(tmp_path / "a.npz", mine=[1.0], shape=np.zeros((2, 3)))
+    b = write(tmp_path / "b.npz", yours=[1.0], shape=np.zeros((3, 2)))
+    code, report = diff(capsys, a, b)
+    assert (code, report["relative"], report["largest"]) == (1, None, None)
+    assert cli.run(["diff", str(a), str(b)]) == 1
+    out = capsys.readouterr().out
+    assert "BEYOND 0: 1 of 1 tensors, 2 in one of them only; nothing compared" in out
+    assert "largest 0" not in out
+
+
 def test_without_a_tolerance_the_smallest_difference_counts(tmp_path, capsys):
     """The square of 1e-200 is 0."""
     a, b = write(tmp_path / "a.npz", w=[0.0, 1.0]), write(tmp_path / "b.npz", w=[1e-200, 1.0])
@@ -143,7 +219,9 @@ def test_missing_tensors_and_other_shapes_are_beyond_every_tolerance(tmp_path, c
     assert f"only in {a}: mine" in out
     assert f"only in {b}: yours" in out
     assert "2x3 -> 3x2" in out
-    assert "BEYOND 0: 1 of 2 tensors, 2 in one of them only" in out
+    assert (
+        "BEYOND 0: 1 of 2 tensors, 2 in one of them only; L2-relative 0, largest 0 over the 1 of equal" in out
+    )
 
 
 @pytest.mark.parametrize("to", ["torch", "keras", "safetensors", "npz"])
@@ -224,7 +302,7 @@ def test_a_known_layout_that_is_not_whole_is_compared_under_its_own_names(tmp_pa
         arrays = {name: file[name] for name in file.files if name != "classifier.bias"}
     code, report = diff(capsys, write(tmp_path / "b.npz", **arrays), tmp_path / "b.npz")
     assert code == 0
-    assert report["notes"][0].endswith("under the names in the file: missing classifier.bias")
+    assert "under the names in the file: missing classifier.bias;" in report["notes"][0]
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_weight_decay_reaches_every_matrix_and_no_gain_or_offset():
 
 def test_initial_weights_are_those_of_gpt2_and_a_function_of_the_seed():
     """N(0, 0.02), those into the residual stream N(0, 0.02/√2L); gains 1, offsets 0."""
-    wide = dataclasses.replace(UNTIED, hidden=96, context=64, vocab_size=99, layers=8)
+    wide = dataclasses.replace(UNTIED, hidden=96, context=64, vocab_size=99, vocab_padding=1, layers=8)
     first, again, other = (build(wide, seed, noise=0).arena for seed in (1, 1, 2))
     assert first.params.tobytes() == again.params.tobytes()
     for name, w in first.param.items():
@@ -123,6 +123,17 @@ def test_initial_weights_are_those_of_gpt2_and_a_function_of_the_seed():
         assert w.std() == pytest.approx(std, rel=0.05), name
         assert abs(w.mean()) < 5 * std / math.sqrt(w.size), name
         assert not np.any(w == other.param[name]), name
+
+
+@pytest.mark.parametrize("model_config", [SMALL, UNTIED])
+def test_rows_that_pad_the_vocabulary_start_at_zero_and_change_no_other_draw(model_config):
+    """Those of the positions pad nothing, though there are more of them than tokens."""
+    unpadded = build(dataclasses.replace(model_config, vocab_size=16, context=32), noise=0).arena.param
+    padded = build(dataclasses.replace(model_config, context=32), noise=0).arena.param
+    for name, parameter in padded.items():
+        rows = 11 if name in ("embedding.weight", "classifier.weight") else len(parameter)
+        assert np.array_equal(parameter[:rows], unpadded[name][:rows]), name
+        assert not parameter[rows:].any(), name
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -393,6 +404,17 @@ def test_text_from_the_cache_is_the_text_without_it(length, settings):
     model = build()
     prompt = np.random.default_rng(length).integers(0, 11, length)
     assert list(generate(model, prompt, 40, **settings)) == uncached(model, prompt, 40, **settings)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 1e-5), (np.float64, 1e-14)])
+def test_cached_logits_differ_by_the_order_of_sums_alone(dtype, tolerance):
+    """docs/design.md says by how much: about 1e-6 in float32, and 1e-15 in float64."""
+    model = build(dataclasses.replace(SMALL, hidden=96, context=32), dtype=dtype, noise=0.05)
+    ids, _ = batch(model, T=32, B=2)
+    whole, state = model.forward(ids)[0], None
+    for t in range(32):
+        logits, state, _ = model.forward(ids[t : t + 1], state)
+        assert np.abs(logits[0] - whole[t]).max() <= tolerance * np.abs(whole).max()
 
 
 def test_a_prompt_beyond_the_context_is_the_prompt_without_its_beginning():

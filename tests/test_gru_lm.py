@@ -10,6 +10,7 @@ import pytest
 
 from gru_ref import GRULM, Backend, config
 from gru_ref.config import ModelConfig
+from gru_ref.errors import ConfigError
 from gru_ref.models import padded_vocab, parameter_shapes
 from gru_ref.ops import cross_entropy
 
@@ -75,12 +76,34 @@ def test_weight_decay_reaches_every_matrix_and_no_bias():
 
 
 def test_initial_weights_are_a_function_of_the_seed():
-    first, again, other = (build(SMALL, seed).arena for seed in (1, 1, 2))
+    plain = dataclasses.replace(SMALL, vocab_padding=1)
+    first, again, other = (build(plain, seed).arena for seed in (1, 1, 2))
     assert first.params.tobytes() == again.params.tobytes()
     for name, parameter in first.param.items():
         assert not np.any(parameter == other.param[name]), name
     values = np.concatenate([p.reshape(-1) for p in first.param.values()])
     assert len(np.unique(values)) == first.size  # no two parameters share a draw
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_rows_that_pad_the_vocabulary_start_at_zero_and_change_no_other_draw(tied):
+    padded = ModelConfig(layers=2, hidden=6, vocab_size=11, vocab_padding=16, tied=tied)
+    unpadded = build(dataclasses.replace(padded, vocab_size=16)).arena.param
+    for name, parameter in build(padded).arena.param.items():
+        rows = len(parameter) if name.startswith("gru.") else 11
+        assert np.array_equal(parameter[:rows], unpadded[name][:rows]), name
+        assert not parameter[rows:].any(), name
+
+
+def test_a_shape_that_no_model_can_have_is_refused():
+    """As GPT2 refuses it, before anything is allocated."""
+    for changes, reason in (
+        ({"heads": 8}, "model.heads is of gpt2 and not of gru-lm"),
+        ({"tied": True, "embedding": 4}, "model.tied needs model.embedding = model.hidden"),
+        ({"vocab_size": 0}, "model.vocab_size must be at least 1"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            GRULM(ModelConfig(**{"hidden": 6, "vocab_size": 11} | changes))
 
 
 def test_initial_weights_have_the_documented_spread():

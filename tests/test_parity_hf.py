@@ -13,6 +13,7 @@ from gru_ref.checkpoint import load_checkpoint, save_checkpoint, verify_checkpoi
 from gru_ref.checkpoint.layout import SCALARS, Checkpoint
 from gru_ref.checkpoint.restore import restore_model
 from gru_ref.config import Config
+from gru_ref.data import bpe
 from gru_ref.errors import UsageError
 from gru_ref.interop.compare import compare
 from gru_ref.interop.exchange import export_checkpoint, family, import_file
@@ -205,9 +206,14 @@ def test_names_are_read_with_and_without_the_prefix_and_masks_are_left_out(tmp_p
         ({"model_type": "gptj"}, "model_type is 'gptj'"),
         ({"n_layer": 3}, "missing transformer.h.2.ln_1.weight"),
         ({"n_embd": 24}, r"transformer.wte.weight: shape \(13, 12\), expected \(13, 24\)"),
-        ({"n_head": 5}, "model.heads 5 must divide model.hidden 12"),
+        ({"n_head": 5}, "model.safetensors and config.json: model.heads 5 must divide model.hidden 12"),
+        (
+            {"vocab_size": 70000},
+            "model.safetensors and config.json: a vocabulary of 70,000 cannot be imported",
+        ),
+        ({"vocab_size": 14}, r"transformer.wte.weight: shape \(13, 12\), expected \(14, 12\)"),
         ({"vocab_size": "13"}, None),
-        ({"n_layer": [2]}, "model.layers must be a whole number"),
+        ({"n_layer": [2]}, "model.safetensors and config.json: model.layers must be a whole number"),
         ([], "not a JSON object"),
     ],
 )
@@ -223,6 +229,62 @@ def test_a_config_that_does_not_fit_is_refused(tmp_path, changes, reason):
     with pytest.raises(UsageError, match=reason):
         import_file(tmp_path / "hf", "gpt2", tmp_path / "b.h5")
     assert not (tmp_path / "b.h5").exists()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_vocabulary_that_they_padded_comes_in_with_its_tokenizer(tmp_path, capsys, tied):
+    """nanoGPT's weights have 50,304 rows for 50,257 tokens, as has a pad_to_multiple_of of theirs."""
+    definition = {
+        "tokens": [*bpe.ALPHABET, "Ġt", "he", "Ġthe", "<|endoftext|>"],
+        "merges": ["Ġ t", "h e", "Ġt he"],
+    }
+    (tmp_path / "voc").mkdir()
+    tokens = {token: number for number, token in enumerate(definition["tokens"])}
+    (tmp_path / "voc" / "vocab.json").write_text(json.dumps(tokens))
+    (tmp_path / "voc" / "merges.txt").write_text("\n".join(definition["merges"]))
+    model = theirs(vocab_size=320, tie_word_embeddings=tied)
+    save_pretrained(model, tmp_path / "padv")
+    arguments = ["import", str(tmp_path / "padv"), "--as", "gpt2", "-o", str(tmp_path / "a.h5")]
+    arguments += ["--set", f"data.vocab={tmp_path / 'voc'}"]
+    assert cli.run(arguments) == 2
+    err = capsys.readouterr().err
+    assert f"{tmp_path / 'padv'}/model.safetensors: has 320 rows for the 260 tokens of tokenizer 'bpe'" in err
+    way = "--set model.vocab_size=260 --set model.vocab_padding=64"
+    assert err.endswith(f"; where the others only pad the vocabulary, say {way}\n")
+    assert cli.run([*arguments, *way.split()]) == 0
+    assert "rows 260 to 319 only pad the vocabulary: zeros took their place" in capsys.readouterr().err
+    checkpoint = load_checkpoint(tmp_path / "a.h5")
+    assert (checkpoint.tokenizer, verify_checkpoint(tmp_path / "a.h5").problems) == (definition, [])
+    assert not checkpoint.model["embedding.weight"][260:].any()
+    ids, _ = batch()
+    with torch.no_grad():
+        expected = model(input_ids=torch.from_numpy(ids.T.copy())).logits.numpy().swapaxes(0, 1)[..., :260]
+    assert relative(restore_model(checkpoint).forward(ids)[0], expected) <= 1e-5
+    assert compare(tmp_path / "a.h5", tmp_path / "padv").identical
+    export_checkpoint(tmp_path / "a.h5", "hf-gpt2", tmp_path / "out")
+    settings = {"model.vocab_padding": 64, "data.vocab": str(tmp_path / "out")}
+    import_file(tmp_path / "out", "gpt2", tmp_path / "b.h5", settings=settings)
+    assert compare(tmp_path / "a.h5", tmp_path / "b.h5").identical
+    for kind in (transformers.GPT2TokenizerFast, transformers.AutoTokenizer):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loaded = kind.from_pretrained(tmp_path / "out")
+        text = "it's the end, isn't the été 漢字\n\n  \tthen"
+        assert loaded(text)["input_ids"] == bpe.BPE(definition).encode(text.encode()).tolist()
+
+
+def test_weights_that_they_spread_over_several_files_come_in(tmp_path):
+    model = theirs()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.save_pretrained(tmp_path / "hf", max_shard_size="8KB")
+    save_pretrained(model, tmp_path / "whole")
+    assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 1
+    assert not (tmp_path / "hf" / "model.safetensors").exists()
+    for name in ("hf", "whole"):
+        import_file(tmp_path / name, "gpt2", tmp_path / f"{name}.h5")
+    assert compare(tmp_path / "hf.h5", tmp_path / "whole.h5").identical
+    assert compare(tmp_path / "hf", tmp_path / "whole").identical
 
 
 def test_dropout_travels_and_several_become_none_with_a_notice(tmp_path):

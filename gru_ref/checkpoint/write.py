@@ -19,6 +19,7 @@ from h5py import h5f, h5fd, h5g, h5p
 from gru_ref.checkpoint import layout
 from gru_ref.checkpoint.layout import Checkpoint
 from gru_ref.errors import CheckpointError, RunError
+from gru_ref.temporaries import remove_stale, temporary_path
 from gru_ref.types import Array
 
 _TEMPORARY = re.compile(r"\..+\.h5(?:\.md5)?\.(\d{1,9})\.tmp", re.DOTALL)
@@ -37,7 +38,7 @@ def save_checkpoint(path: str | Path, checkpoint: Checkpoint) -> int:
     except CheckpointError as error:
         raise CheckpointError(f"{path}: not written: {error}") from None
     sidecar = layout.sidecar_path(path)
-    new, new_sidecar = _temporary(path), _temporary(sidecar)
+    new, new_sidecar = temporary_path(path), temporary_path(sidecar)
     try:
         try:
             digest, size = _write_hdf5(new, datasets)
@@ -56,18 +57,8 @@ def save_checkpoint(path: str | Path, checkpoint: Checkpoint) -> int:
 
 
 def remove_stale_temporaries(folder: str | Path) -> list[Path]:
-    """Remove and return what killed saves left in `folder`; files of other live processes stay.
-
-    To be called before this process saves into the folder: temporaries under its own number are then
-    those of an earlier process that had the same one, as happens in containers.
-    """
-    removed = []
-    for path in sorted(Path(folder).iterdir()):
-        match = _TEMPORARY.fullmatch(path.name)
-        if match and (int(match[1]) == os.getpid() or not _is_alive(int(match[1]))):
-            path.unlink(missing_ok=True)
-            removed.append(path)
-    return removed
+    """Remove and return what killed saves left in `folder`, as `gru_ref.temporaries.remove_stale` does."""
+    return remove_stale(folder, _TEMPORARY)
 
 
 def sidecar_line(digest: str, name: str) -> bytes:
@@ -186,10 +177,6 @@ def _chunks(descriptor: int, size: int = 1 << 22) -> Iterator[bytes]:
         yield chunk
 
 
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
-
-
 def _write_bytes(path: Path, content: bytes) -> None:
     path.unlink(missing_ok=True)
     with path.open("xb") as file:
@@ -204,13 +191,3 @@ def _fsync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # alive, another user's
-    return True

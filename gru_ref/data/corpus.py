@@ -40,6 +40,7 @@ from gru_ref.data.parallel import Batch, encode_batches
 from gru_ref.data.sources import CHUNK, Reading, Source, find_sources, md5, reading
 from gru_ref.data.tokenizers import Ascii100, Tokenizer, get_tokenizer
 from gru_ref.errors import DataError, RunError
+from gru_ref.temporaries import remove_stale_of, temporary_path
 from gru_ref.types import Array
 
 FORMAT = "gru-ref corpus"
@@ -288,7 +289,8 @@ def _write_h5(
 ) -> dict[str, Any]:
     import h5py
 
-    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    temporary = temporary_path(output)
+    remove_stale_of(output)
     try:
         # How many tokens there are is known only when all are made, and the dataset must be contiguous.
         with (

@@ -4,6 +4,7 @@
     rules.py          how a tensor of a file is made of parameters, and back
     gru_lm.py         PyTorch's and Keras's names and layouts of a GRU language model
     gpt2.py           Hugging Face's names and layout of GPT-2
+    vocabulary.py     the vocabulary of a bpe as tokenizer.json
     exchange.py       export and import of checkpoints
     compare.py        the difference of two sets of tensors
     golden.py         inputs, outputs, caches and gradients of an operation

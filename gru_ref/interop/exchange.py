@@ -20,15 +20,26 @@ import numpy as np
 
 from gru_ref import config as configuration
 from gru_ref.checkpoint.find import newest_checkpoint
-from gru_ref.checkpoint.layout import SCALARS, Checkpoint, tensor_problems
+from gru_ref.checkpoint.layout import SCALARS, Checkpoint, sidecar_path, tensor_problems
 from gru_ref.checkpoint.read import load_checkpoint
+from gru_ref.checkpoint.restore import restore_tokenizer
 from gru_ref.checkpoint.write import save_checkpoint
 from gru_ref.config import Config, ModelConfig
 from gru_ref.data import bpe
 from gru_ref.data.tokenizers import Tokenizer, get_tokenizer
-from gru_ref.errors import UsageError
+from gru_ref.errors import ConfigError, DataError, UsageError
 from gru_ref.interop.rules import Rule, crop, pack, pad, unpack
-from gru_ref.interop.tensor_files import TensorFile, check_free, read_tensors, replacing, write_tensors
+from gru_ref.interop.tensor_files import (
+    TensorFile,
+    check_free,
+    read_shards,
+    read_tensors,
+    replacing,
+    write_tensors,
+)
+from gru_ref.interop.vocabulary import tokenizer_json
+from gru_ref.models import padded_vocab
+from gru_ref.temporaries import remove_stale_of
 from gru_ref.types import Array
 from gru_ref.version import __version__
 
@@ -42,7 +53,8 @@ TARGETS = {
 """What a checkpoint can be exported to: the layout and the suffix of the file."""
 
 KINDS = ("gru-lm", "gpt2")
-HF_WEIGHTS, HF_CONFIG = "model.safetensors", "config.json"
+HF_WEIGHTS, HF_CONFIG, HF_TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
+HF_INDEX = "model.safetensors.index.json"
 
 
 def family(kind: str) -> ModuleType:
@@ -67,6 +79,7 @@ def export_checkpoint(
     """Write the weights of a checkpoint, or of a run's newest, as one of TARGETS; returns the facts.
 
     hf-gpt2 also takes a folder, and writes what `from_pretrained` reads: model.safetensors and config.json.
+    Beside other programs' layouts goes the vocabulary of tokenizer bpe: tokenizer.json, NAME.tokenizer.json.
     Raises UsageError where the layout has no place for the model or the output cannot be used.
     """
     if to not in TARGETS:
@@ -89,36 +102,51 @@ def export_checkpoint(
         tensors = pack(_rules(known, layout, model), parameters)
     except UsageError as error:
         raise UsageError(f"{newest}: {error}") from None
+    metadata: dict[str, Any] = {}
+    beside: dict[Path, dict[str, Any]] = {}
     if to == "hf-gpt2":
-        files = [path, path.with_name(HF_CONFIG)]
-        _write_hf(files, tensors, known.hf_config(model), overwrite=overwrite)
+        beside[path.with_name(HF_CONFIG)] = known.hf_config(model)
     else:
-        files = [path]
         metadata = {"config": checkpoint.config.to_dict(), "data": checkpoint.data, "version": __version__}
         if checkpoint.tokenizer is not None:
             metadata["tokenizer"] = checkpoint.tokenizer
-        write_tensors(path, tensors, metadata, overwrite=overwrite)
+    if checkpoint.tokenizer is not None and layout != "own":
+        name = HF_TOKENIZER if to == "hf-gpt2" else f"{path.name}.{HF_TOKENIZER}"
+        beside[path.with_name(name)] = tokenizer_json(restore_tokenizer(checkpoint))
+    if to == "hf-gpt2":
+        _make_folder(path.parent)
+    _write(path, tensors, metadata, beside, overwrite=overwrite)
     return {
         "checkpoint": str(newest),
         "to": to,
-        "files": [str(file) for file in files],
+        "files": [str(file) for file in (path, *beside)],
         "tensors": len(tensors),
         "numbers": sum(tensor.size for tensor in tensors.values()),
     }
 
 
-def _write_hf(
-    files: list[Path], tensors: Mapping[str, Array], config: dict[str, Any], *, overwrite: bool
-) -> None:
-    weights, beside = files
+def _make_folder(path: Path) -> None:
     try:
-        weights.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"{weights.parent}: cannot be made: {error.strerror}") from None
-    check_free(beside, overwrite=overwrite)
-    write_tensors(weights, tensors, {}, overwrite=overwrite)
-    with replacing(beside, overwrite=overwrite) as file:
-        file.write((json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
+        raise UsageError(f"{path}: cannot be made: {error.strerror}") from None
+
+
+def _write(
+    path: Path,
+    tensors: Mapping[str, Array],
+    metadata: dict[str, Any],
+    beside: Mapping[Path, dict[str, Any]],
+    *,
+    overwrite: bool,
+) -> None:
+    """The tensors, and JSON files beside them."""
+    for file in beside:
+        check_free(file, overwrite=overwrite)
+    write_tensors(path, tensors, metadata, overwrite=overwrite)
+    for file, value in beside.items():
+        with replacing(file, overwrite=overwrite) as stream:
+            stream.write((json.dumps(value, indent=2, sort_keys=True) + "\n").encode())
 
 
 # Import ----------------------------------------------------------------------------------------------------
@@ -145,19 +173,26 @@ def import_file(
     if output.suffix != ".h5":
         raise UsageError(f"{output}: a checkpoint is written as .h5; name the file so")
     check_free(output, overwrite=overwrite)
-    content = rename_tensors(read_tensors(weights_file(file)), rename or {})
+    content = rename_tensors(read_weights(file), rename or {})
     layout, content = recognise(content, kind)
     content, notices = as_float32(content)
     weights = interpret(content, kind, layout, settings or {})
     config, parameters = weights.config, weights.parameters
     if weights.untold:
-        raise UsageError(f"{content.path}: does not tell {weights.untold[0]}; give it with --set")
+        raise UsageError(f"{weights.told_by}: does not tell {weights.untold[0]}; give it with --set")
     if layout != "own":
         parameters = pad(parameters, family(kind).VOCABULARY, config.model)
-    configuration.check(config)
-    tokenizer = _tokenizer(config, content, settings or {})
+    try:
+        configuration.check(config)
+    except ConfigError as error:
+        raise ConfigError(f"{weights.told_by}: {error}") from None
     checkpoint = _untrained(config, parameters)
-    checkpoint.tokenizer, checkpoint.data = tokenizer.definition(), content.metadata.get("data", {})
+    checkpoint.tokenizer = _tokenizer(config, content, settings or {}).definition()
+    checkpoint.data = content.metadata.get("data", {})
+    if not isinstance(checkpoint.data, dict):
+        raise UsageError(f"{content.path}: the data in its metadata is not a JSON object")
+    for path in (output, sidecar_path(output)):
+        remove_stale_of(path)
     save_checkpoint(output, checkpoint)
     return {
         "file": str(content.path),
@@ -172,11 +207,29 @@ def import_file(
 
 def _tokenizer(config: Config, content: TensorFile, settings: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer, which must fit the model: with a vocabulary from the settings or from the metadata."""
-    name, vocab_size = config.data.tokenizer, config.model.vocab_size
-    if not settings.get("data.vocab"):
-        return get_tokenizer(name, vocab_size, content.metadata.get("tokenizer"))
-    tokenizer = bpe.load(config.data.vocab)
-    return get_tokenizer(tokenizer.name, vocab_size, tokenizer.definition())
+    name, rows = config.data.tokenizer, config.model.vocab_size
+    tokenizer: Tokenizer
+    if settings.get("data.vocab"):
+        tokenizer = bpe.load(config.data.vocab)
+    else:
+        try:
+            tokenizer = get_tokenizer(name, rows if name == "ids" else 0, content.metadata.get("tokenizer"))
+        except DataError as error:
+            raise DataError(f"{content.path}: {error}") from None
+    if tokenizer.vocab_size != rows:
+        problem = f"has {rows:,} rows for the {tokenizer.vocab_size:,} tokens of tokenizer '{tokenizer.name}'"
+        raise UsageError(f"{content.path}: {problem}; {_way_out(tokenizer.vocab_size, rows)}")
+    return tokenizer
+
+
+def _way_out(vocab_size: int, rows: int) -> str:
+    """What to do about a file with another number of rows than the vocabulary has."""
+    if rows < vocab_size:
+        return "they do not belong together"
+    powers = (2**k for k in range(17))
+    padding = next((p for p in powers if rows % p == 0 and p > rows - vocab_size), rows)
+    settings = f"--set model.vocab_size={vocab_size} --set model.vocab_padding={padding}"
+    return f"where the others only pad the vocabulary, say {settings}"
 
 
 def _untrained(config: Config, parameters: dict[str, Array]) -> Checkpoint:
@@ -199,23 +252,31 @@ def _untrained(config: Config, parameters: dict[str, Array]) -> Checkpoint:
 class Weights:
     """What a file means: a configuration, and parameters under our names.
 
-    No number is changed, and in another layout than our own no row beyond the vocabulary is added.
+    No number is changed. From another layout than our own there are no rows beyond the vocabulary.
     """
 
     config: Config
     parameters: dict[str, Array]
+    told_by: str  # the files that the configuration comes from
     untold: list[str]  # configuration keys that neither the file nor the settings tell
     notices: list[str]
 
 
-def weights_file(file: str | Path) -> Path:
-    """The file itself, or model.safetensors where it is a folder of Hugging Face's."""
+def is_hf_folder(path: Path) -> bool:
+    """Whether it is a folder with weights as Hugging Face's libraries write them."""
+    return any((path / name).is_file() for name in (HF_WEIGHTS, HF_INDEX))
+
+
+def read_weights(file: str | Path) -> TensorFile:
+    """Every tensor of a file, or of a folder of Hugging Face's, whose weights may lie in several files."""
     path = Path(file)
     if not path.is_dir():
-        return path
-    if not (path / HF_WEIGHTS).is_file():
-        raise UsageError(f"{path}: holds no {HF_WEIGHTS}; name a .safetensors or .npz file")
-    return path / HF_WEIGHTS
+        return read_tensors(path)
+    if not is_hf_folder(path):
+        raise UsageError(
+            f"{path}: holds no {HF_WEIGHTS}, and no {HF_INDEX}; name a .safetensors or .npz file"
+        )
+    return read_tensors(path / HF_WEIGHTS) if (path / HF_WEIGHTS).is_file() else read_shards(path / HF_INDEX)
 
 
 def rename_tensors(content: TensorFile, rename: Mapping[str, str]) -> TensorFile:
@@ -258,9 +319,13 @@ def as_float32(content: TensorFile) -> tuple[TensorFile, list[str]]:
             raise UsageError(f"{content.path}: {name}: dtype {content.dtypes[name]}, expected float32")
         with np.errstate(over="ignore"):
             tensors[name] = array.astype(np.float32, copy=False)
-        problems = tensor_problems(name, array) or tensor_problems(f"{name} in float32", tensors[name])
-        if problems:
+        if problems := tensor_problems(name, array):
             raise UsageError(f"{content.path}: {problems[0]}")
+        if beyond := np.argwhere(~np.isfinite(tensors[name])).tolist():
+            raise UsageError(
+                f"{content.path}: {name}: {len(beyond):,} values are too large for float32, which "
+                f"ends at 3.4e38, the first at {beyond[0]}"
+            )
         if content.dtypes[name] != "float32":
             casts.setdefault(content.dtypes[name], []).append(_change(array, tensors[name]))
     notices = []
@@ -288,6 +353,9 @@ def interpret(content: TensorFile, kind: str, layout: str, settings: Mapping[str
     known, where = family(kind), str(content.path)
     untold: list[str] = []
     notices: list[str] = []
+    settings = {key: configuration.convert(key, value, "--set") for key, value in settings.items()}
+    if settings.get("model.vocab_size") == 0:  # as the file says
+        del settings["model.vocab_size"]
     if "config" in content.metadata:
         if not isinstance(content.metadata["config"], dict):
             raise UsageError(f"{where}: the configuration in its metadata is not a JSON object")
@@ -295,11 +363,44 @@ def interpret(content: TensorFile, kind: str, layout: str, settings: Mapping[str
         if config.model.kind != kind:
             raise UsageError(f"{where}: it is a {config.model.kind}; import it --as {config.model.kind}")
     else:
+        if layout == "hf-gpt2" and content.path.with_name(HF_CONFIG).exists():
+            where += f" and {HF_CONFIG}"
         base = {"model.kind": kind, "data.tokenizer": "bpe" if settings.get("data.vocab") else "ids"}
         inferred, notices = known.infer(layout, content)
-        base |= {key: value for key, value in inferred.items() if value is not None}
-        untold = [key for key, value in inferred.items() if value is None and key not in settings]
+        told = {key: value for key, value in inferred.items() if key not in settings}
+        untold = [key for key, value in told.items() if value is None]
+        _check_vocabulary(told.get("model.vocab_size"), where)
+        base |= {key: value for key, value in told.items() if value is not None}
         config = configuration.merge(Config(), base, where)
-    config = configuration.merge(config, dict(settings), "--set")
-    parameters = unpack(_rules(known, layout, config.model), content.tensors, where)
-    return Weights(config, parameters, untold, notices)
+    config = configuration.merge(config, settings, "--set")
+    parameters, more = _unpack(content, known, layout, config.model)
+    return Weights(config, parameters, where, untold, notices + more)
+
+
+def _check_vocabulary(size: Any, where: str) -> None:
+    if isinstance(size, int) and size > bpe.MAX_VOCABULARY:
+        raise UsageError(
+            f"{where}: a vocabulary of {size:,} cannot be imported: token ids are uint16 here, so at most "
+            f"{bpe.MAX_VOCABULARY:,} fit"
+        )
+
+
+def _unpack(
+    content: TensorFile, known: ModuleType, layout: str, model: ModelConfig
+) -> tuple[dict[str, Array], list[str]]:
+    """The parameters, and a notice where rows that pad the vocabulary were left out.
+
+    Such rows are expected in our own layout. In another they are known by the settings alone: a vocabulary
+    that is smaller than the file's, and a padding that gives the file's number of rows.
+    """
+    where, V = str(content.path), model.vocab_size
+    rules = _rules(known, layout, model)
+    embedding = content.tensors.get(rules[0].name)  # the first in every layout, with a row a token
+    rows = embedding.shape[0] if embedding is not None and embedding.ndim else 0
+    if layout == "own" or rows <= V:
+        return unpack(rules, content.tensors, where), []
+    if rows != padded_vocab(model):
+        raise UsageError(f"{where}: {rules[0].name} has {rows:,} rows for {V:,} tokens; {_way_out(V, rows)}")
+    parameters = unpack(known.rules(layout, model), content.tensors, where)
+    notice = f"rows {V} to {rows - 1} only pad the vocabulary: zeros took their place"
+    return crop(parameters, known.VOCABULARY, model), [notice]

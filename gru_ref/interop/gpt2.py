@@ -17,7 +17,6 @@ heads is in no shape: it is read from the config.json beside the weights. A mode
 with biases of zeros.
 """
 
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -28,15 +27,15 @@ import numpy as np
 from gru_ref.config import ModelConfig
 from gru_ref.errors import UsageError
 from gru_ref.interop.rules import Rule, renamed, transposed, zeros
-from gru_ref.interop.tensor_files import TensorFile
+from gru_ref.interop.tensor_files import TensorFile, read_json
 from gru_ref.models import parameter_shapes
 
 VOCABULARY = ("embedding.weight", "classifier.weight")
 """The parameters with one row a token."""
 
 _MARKS = {
-    "own": re.compile(r"block\.(\d+)\.ln_1\.weight"),
-    "hf-gpt2": re.compile(r"(?:transformer\.)?h\.(\d+)\.ln_1\.weight"),
+    "own": re.compile(r"block\.([0-9]{1,5})\.ln_1\.weight"),
+    "hf-gpt2": re.compile(r"(?:transformer\.)?h\.([0-9]{1,5})\.ln_1\.weight"),
 }
 """The tensor that every layer has in a layout, with the number of the layer."""
 
@@ -79,7 +78,7 @@ def tidy(layout: str, name: str) -> str | None:
     """A tensor's name as the rules have it, with its prefix; None for causal masks, which some files hold."""
     if layout == "own":
         return name
-    if re.fullmatch(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias", name):
+    if re.fullmatch(r"(transformer\.)?h\.[0-9]{1,5}\.attn\.(masked_)?bias", name):
         return None
     return f"transformer.{name}" if re.match(r"(wte|wpe|h|ln_f)\.", name) else name
 
@@ -112,12 +111,7 @@ def infer(layout: str, content: TensorFile) -> tuple[dict[str, Any], list[str]]:
 
 
 def _from_hf_config(path: Path, hidden: int) -> tuple[dict[str, Any], list[str]]:
-    try:
-        config = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(config, dict):
-        raise UsageError(f"{path}: not a JSON object")
+    config = read_json(path)
     for key, known in _COMPUTED_SO.items():
         if key in config and config[key] not in known:
             raise UsageError(f"{path}: {key} is {config[key]!r}; a gpt2 here has {known[0]!r}")

@@ -32,9 +32,9 @@ VOCABULARY = ("embedding.weight", "classifier.weight", "classifier.bias")
 """The parameters with one row a token."""
 
 _MARKS = {
-    "own": re.compile(r"gru\.(\d+)\.weight_hh"),
-    "torch": re.compile(r"gru\.weight_hh_l(\d+)"),
-    "keras": re.compile(r"gru\.(\d+)\.recurrent_kernel"),
+    "own": re.compile(r"gru\.([0-9]{1,5})\.weight_hh"),
+    "torch": re.compile(r"gru\.weight_hh_l([0-9]{1,5})"),
+    "keras": re.compile(r"gru\.([0-9]{1,5})\.recurrent_kernel"),
 }
 """The tensor that every layer has in a layout, with the number of the layer."""
 

@@ -69,7 +69,10 @@ def unpack(rules: Iterable[Rule], tensors: Mapping[str, Array], where: str) -> d
     extra = sorted(tensors.keys() - {rule.name for rule in rules})
     if missing or extra:
         parts = {"missing": missing, "not expected": extra}
-        raise UsageError(f"{where}: {'; '.join(f'{word} {_some(n)}' for word, n in parts.items() if n)}")
+        problem = "; ".join(f"{word} {_some(names)}" for word, names in parts.items() if names)
+        if any("bias" in name for name in missing):
+            problem += "; where the model has no such bias, write zeros (docs/exchange.md)"
+        raise UsageError(f"{where}: {problem}")
     parameters: dict[str, Array] = {}
     for rule in rules:
         if rule.name not in tensors:

@@ -24,11 +24,13 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from gru_ref.errors import RunError, UsageError
+from gru_ref.temporaries import remove_stale_of, temporary_path
 from gru_ref.types import Array
 
 METADATA_KEY = "gru-ref"
 NPZ_METADATA = "__metadata__"
 SUFFIXES = (".safetensors", ".npz")
+LONGEST_NAME = 500  # characters of a tensor's name; longer ones are made to confuse
 _PICKLES = (".pt", ".pth", ".bin", ".pkl", ".pickle")
 _SAFETENSORS_TYPES = {
     "F64": "<f8",
@@ -70,9 +72,47 @@ def read_tensors(path: str | Path) -> TensorFile:
     """
     read = _read(Path(path))
     for name in read.tensors:
+        if len(name) > LONGEST_NAME:
+            raise UsageError(f"{path}: a tensor's name has {len(name):,} characters: {name[:60]!r}…")
         if not name.isprintable():
             raise UsageError(f"{path}: a tensor's name has control characters: {name!r}")
     return read
+
+
+def read_shards(index: Path) -> TensorFile:
+    """Every tensor of a model that Hugging Face's libraries have spread over several files beside `index`.
+
+    The index, model.safetensors.index.json, says in which file each tensor is: {"weight_map": {name: file}}.
+    Raises UsageError where the two disagree, or where it names anything but a file beside it.
+    """
+    homes = read_json(index).get("weight_map")
+    if not isinstance(homes, dict) or not all(isinstance(file, str) for file in homes.values()):
+        raise UsageError(f"{index}: has no weight_map of names and files")
+    whole = TensorFile(index, {}, {})
+    for file in sorted(set(homes.values())):
+        if file != Path(file).name or not file.endswith(".safetensors") or not file.isprintable():
+            raise UsageError(f"{index}: {file!r} is not the name of a safetensors file beside it")
+        shard = read_tensors(index.with_name(file))
+        if strays := [name for name in shard.tensors if homes.get(name) != file]:
+            raise UsageError(f"{index}: does not say that {strays[0]} is in {file}")
+        whole.tensors |= shard.tensors
+        whole.dtypes |= shard.dtypes
+    if missing := sorted(homes.keys() - whole.tensors.keys()):
+        raise UsageError(
+            f"{index.with_name(homes[missing[0]])}: lacks {missing[0]}, which {index.name} names"
+        )
+    return whole
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; raises UsageError."""
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise UsageError(f"{path}: not a JSON object")
+    return value
 
 
 def _read(path: Path) -> TensorFile:
@@ -191,6 +231,7 @@ def _metadata(path: Path, text: str | bytes | None) -> dict[str, Any]:
 
     try:
         value = json.loads(text, parse_constant=refuse) if text is not None else {}
+        json.dumps(value, allow_nan=False)  # 1e999 is read as infinity
     except (ValueError, RecursionError, TypeError):
         value = None
     if not isinstance(value, dict):
@@ -257,7 +298,8 @@ def _json(value: dict[str, Any]) -> str:
 def replacing(path: Path, *, overwrite: bool) -> Iterator[BinaryIO]:
     """A new file under a temporary name that takes the place of `path` once it is on disk."""
     check_free(path, overwrite=overwrite)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = temporary_path(path)
+    remove_stale_of(path)
     try:
         with temporary.open("wb") as file:
             yield file

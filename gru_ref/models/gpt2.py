@@ -109,7 +109,7 @@ class GPT2:
         """Draw the initial weights from the stream INITIALISATION, one layer coordinate a parameter.
 
         Matrices N(0, 0.02²), those that add to the residual stream N(0, 0.02²/2L), so that its variance does
-        not grow with depth; gains 1, biases 0.
+        not grow with depth; gains 1, biases 0, and 0 in the rows that pad the vocabulary.
         """
         residual = 1 / math.sqrt(2 * self.config.layers)
         for index, (name, w) in enumerate(self.arena.param.items()):
@@ -119,6 +119,8 @@ class GPT2:
             std = 0.02 * residual if name.endswith("proj.weight") else 0.02
             draws = random.normal(w.size, seed=self.seed, stream=random.INITIALISATION, layer=index)
             w[...] = std * draws.reshape(w.shape)
+            if name in ("embedding.weight", "classifier.weight"):
+                w[self.config.vocab_size :] = 0
 
     def initial_state(self, batch_size: int) -> Array:
         """The state before any token: no keys and values, (L, 2, 0, B, N, D)."""

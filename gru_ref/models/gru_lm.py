@@ -20,7 +20,7 @@ import numpy as np
 from gru_ref import random
 from gru_ref.arena import Arena
 from gru_ref.backend import Backend
-from gru_ref.config import ModelConfig
+from gru_ref.config import ModelConfig, check_model
 from gru_ref.errors import ConfigError
 from gru_ref.models import padded_vocab, split_evenly
 from gru_ref.ops.matmul import round_to
@@ -123,6 +123,7 @@ class GRULM:
         precision: str = "fp32",
         dtype: Any = np.float32,
     ) -> None:
+        check_model(config)
         if config.vocab_size < 1:
             raise ConfigError(
                 "model.vocab_size must be at least 1: the tokenizer's, such as 100 for ascii100"
@@ -141,7 +142,7 @@ class GRULM:
         """Draw the initial weights from the stream INITIALISATION, one layer coordinate a parameter.
 
         Embedding N(0, 1), or N(0, 1/E) where it is also the classifier, so that the first logits stay near 0;
-        everything else uniform in ±1/√H, PyTorch's choice for a GRU.
+        everything else uniform in ±1/√H, PyTorch's choice for a GRU; 0 in the rows that pad the vocabulary.
         """
         bound = 1 / math.sqrt(self.config.hidden)
         for index, (name, w) in enumerate(self.arena.param.items()):
@@ -151,6 +152,8 @@ class GRULM:
                 w[...] = std * random.normal(w.size, **coordinates).reshape(w.shape)
             else:
                 w[...] = bound * (2 * random.uniform(w.size, **coordinates) - 1).reshape(w.shape)
+            if name in ("embedding.weight", "classifier.weight", "classifier.bias"):
+                w[self.config.vocab_size :] = 0
 
     def initial_state(self, batch_size: int) -> Array:
         """The state before any token: zeros (L, B, H)."""
