@@ -10,6 +10,7 @@ import functools
 import math
 import tomllib
 import typing
+from collections.abc import Set
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -352,23 +353,39 @@ def load(
 ) -> Config:
     """Defaults, then the preset (`default` where none is named), then the TOML file, then the options.
 
-    `options` maps dotted keys such as 'train.steps' to values. Raises ConfigError.
+    `options` maps dotted keys such as 'train.steps' to values. Where the file or the options change the
+    preset's `model.kind`, what only the preset's kind has falls back to its default. Raises ConfigError.
     """
     name = preset or "default"
     if name not in preset_names():
         raise _unknown(name, preset_names(), "preset", "--preset")
     text = (resources.files("gru_ref.models") / "presets" / f"{name}.toml").read_text("utf-8")
-    config = merge(Config(), _read_toml(text, f"preset {name}"), f"preset {name}")
+    base = _read_toml(text, f"preset {name}")
+    asked = options or {}
+    config = merge(Config(), base, f"preset {name}")
     if file is not None:
         try:
             # a file name in it need not be UTF-8; such a byte stays a surrogate, as in Python's paths
             text = Path(file).read_text("utf-8", errors="surrogateescape").removeprefix("\ufeff")
         except OSError as error:
             raise ConfigError(f"{file}: cannot read the configuration: {error.strerror}") from None
-        config = merge(config, _read_toml(text, str(file)), str(file))
-    config = with_context(merge(config, options or {}, "options"))
+        values = _read_toml(text, str(file))
+        config = merge(config, values, str(file))
+        asked = values | asked
+    config = merge(config, options or {}, "options")
+    config = with_context(_without_other_kinds(config, base.keys() - asked.keys()))
     check(config)
     return config
+
+
+def _without_other_kinds(config: Config, given: Set[str]) -> Config:
+    """`config` where the keys `given` by a preset alone have their default, if its kind does not have them.
+
+    So another `model.kind` over a preset needs no word about what the preset says of the first kind.
+    """
+    other = [name for kind, names in FIELDS_OF_KIND.items() if kind != config.model.kind for name in names]
+    defaults = {name: getattr(ModelConfig, name) for name in other if f"model.{name}" in given}
+    return config.replace("model", **defaults)
 
 
 def with_context(config: Config) -> Config:
