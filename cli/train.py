@@ -10,6 +10,7 @@ import click
 
 if TYPE_CHECKING:
     from gru_ref.config import Config
+    from gru_ref.data.tokenizers import Tokenizer
     from gru_ref.training import Stop, TrainResult
 
 # Options that are short names of configuration keys.
@@ -51,6 +52,7 @@ def _named_options(function: Any) -> Any:
 @click.option("--val-data", multiple=True, metavar="FILE", help="Validate on this text instead of a share.")
 @click.option("--out", metavar="RUN", help="New run directory; without it runs/run-001 and so on.")
 @click.option("--resume", "resume_path", metavar="RUN", help="Go on with this run, or from its checkpoint.")
+@click.option("--init", metavar="CKPT", help="Start with the weights, model and tokenizer of it, at step 0.")
 @_named_options
 @click.option("--carry-state", is_flag=True, default=None, help="Carry the hidden state between windows.")
 @click.option("--set", "assignments", multiple=True, metavar="KEY.SUB=VALUE", help="Any configuration key.")
@@ -64,6 +66,7 @@ def command(
     val_data: tuple[str, ...],
     out: str | None,
     resume_path: str | None,
+    init: str | None,
     carry_state: bool | None,
     assignments: tuple[str, ...],
     override: bool,
@@ -80,6 +83,8 @@ def command(
     if config_file is not None and not config_file.endswith(".toml"):
         raise click.UsageError(f"{config_file}: a configuration ends in .toml; text goes with --data")
     if resume_path is not None:
+        if init is not None:
+            raise click.UsageError("--init cannot go with --resume: the run has its own weights")
         for value, name in ((config_file, "CONFIG.toml"), (preset, "--preset"), (out, "--out")):
             if value is not None:
                 raise click.UsageError(f"{name} cannot go with --resume: the run has its own; use --set")
@@ -91,9 +96,10 @@ def command(
     from gru_ref import config as configuration
 
     if resume_path is None:
-        config = configuration.load(preset=preset, file=config_file, options=options)
+        first, tokenizer = (None, None) if init is None else _told_by(init)
+        config = configuration.load(preset=preset, file=config_file, options=options, init=first)
         if dry_run:
-            return _dry_run(config)
+            return _dry_run(config, tokenizer)
     with _Signals() as signals:  # from here on, because importing takes a while too
         from gru_ref.cli._train_view import TrainView
         from gru_ref.training import Stop, resume, train
@@ -102,7 +108,7 @@ def command(
         with TrainView() as view:
             common: dict[str, Any] = {"observer": view, "stop": stop, "stop_at": stop_at}
             if resume_path is None:
-                result = train(config, out, **common)
+                result = train(config, out, init=init, **common)
             else:
                 result = resume(resume_path, changes=options, override=override, **common)
             view.finish(result)
@@ -188,7 +194,17 @@ def _exit_code(result: "TrainResult", signals: _Signals) -> int:
     return 0
 
 
-def _dry_run(config: "Config") -> int:
+def _told_by(init: str) -> tuple["Config", "Tokenizer"]:
+    """The configuration and the tokenizer of a checkpoint, or of the newest of a run."""
+    from gru_ref.checkpoint import load_checkpoint
+    from gru_ref.checkpoint.find import newest_checkpoint
+    from gru_ref.checkpoint.restore import restore_tokenizer
+
+    checkpoint = load_checkpoint(newest_checkpoint(init), weights_only=True)
+    return checkpoint.config, restore_tokenizer(checkpoint)
+
+
+def _dry_run(config: "Config", tokenizer: "Tokenizer | None") -> int:
     """The table of parameters, which of them decay, and the predicted memory."""
     import psutil
     from rich.table import Table
@@ -200,7 +216,7 @@ def _dry_run(config: "Config") -> int:
 
     steps = config.train.steps
     if config.data.files or not (steps and config.model.vocab_size):  # else it is all known without a text
-        data = Data(config)
+        data = Data(config, tokenizer)
         config = resolve_tokenizer(config, data.tokenizer)
         steps = total_steps(config, data.train)
     phases(config.schedule, steps)

@@ -190,9 +190,10 @@ def _for_text(files: Sequence[str], asked: str | Tokenizer, vocab_size: int, voc
     name = asked if isinstance(asked, str) else asked.name
     if name == "ids":
         what = files[0] if files else "the embedded corpus"
-        raise DataError(
-            f"{what}: is text, which tokenizer 'ids' cannot encode; choose ascii100, bytes or bpe"
-        )
+        hint = "choose ascii100, bytes or bpe"
+        if isinstance(asked, Tokenizer):
+            hint = "give a .bin of ids, or import the weights with their vocabulary (--set data.vocab=…)"
+        raise DataError(f"{what}: is text, which tokenizer 'ids' cannot encode; {hint}")
     if isinstance(asked, Tokenizer):
         return asked
     if vocab and name in ("auto", "bpe"):
@@ -374,9 +375,9 @@ def _require_tokenizer(path: str, found: Tokenizer, asked: str | Tokenizer) -> N
     """Tokens of one tokenizer are never taken for another's."""
     name = asked if isinstance(asked, str) else asked.name
     if name not in ("auto", found.name):
-        raise DataError(
-            f"{path}: was encoded with '{found.name}', not '{name}'; set data.tokenizer to '{found.name}'"
-        )
+        is_fixed = isinstance(asked, Tokenizer)
+        hint = f"encode the text with '{name}'" if is_fixed else f"set data.tokenizer to '{found.name}'"
+        raise DataError(f"{path}: was encoded with '{found.name}', not '{name}'; {hint}")
     if isinstance(asked, Tokenizer) and asked.fingerprint() != found.fingerprint():
         raise DataError(
             f"{path}: was encoded with another vocabulary for '{name}' ({found.vocab_size:,} tokens, md5 "
