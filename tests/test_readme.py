@@ -25,15 +25,12 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_commands_that_train_on_a_text_run_one_after_another(folder, capsys):
+def test_the_commands_that_train_on_a_text_run_one_after_another(capsys):
     pytest.importorskip("matplotlib")
-    (folder / "runs").mkdir()
     assert len(COMMANDS) >= 7
     for command in COMMANDS:
-        arguments = shlex.split(command.replace("--steps 2000", "--steps 2"))
+        arguments = shlex.split(re.sub(r"--steps \d+", "--steps 2", command))
         assert run_command(arguments) == 0, capsys.readouterr().err
-        if command.startswith("train --data"):  # the one that `plot` sets beside it
-            assert run_command([*arguments[:-3], "runs/run-001", *arguments[-2:]]) == 0
 
 
 def test_a_gpt2_trains_by_the_options_that_the_readme_gives(capsys):
