@@ -7,6 +7,7 @@ import click
 
 if TYPE_CHECKING:
     from gru_ref.config import Config
+    from gru_ref.data.tokenizers import Tokenizer
 
 # Options that are short names of configuration keys.
 NAMED = {
@@ -75,11 +76,14 @@ def dotted(named: dict[str, Any], others: dict[str, Any], assignments: tuple[str
     return options
 
 
-def with_length(config: "Config") -> tuple["Config", int]:
-    """The configuration with its vocabulary, and its steps; reads the text where they depend on it."""
+def with_length(config: "Config", tokenizer: "Tokenizer | None" = None) -> tuple["Config", int]:
+    """The configuration with its vocabulary, and its steps; reads the text where they depend on it.
+
+    tokenizer: of the checkpoint that the run begins with, None for the configuration's.
+    """
     from gru_ref.training.trainer import Data, resolve_tokenizer, total_steps
 
     if not config.data.files and config.train.steps and config.model.vocab_size:
         return config, config.train.steps
-    data = Data(config)
+    data = Data(config, tokenizer)
     return resolve_tokenizer(config, data.tokenizer), total_steps(config, data.train)

@@ -82,6 +82,8 @@ class TrainView:
 
     def _on_start(self, event: Event) -> None:
         self._describe(event)
+        if event["init"] is not None:
+            self.line(f"starting with the weights of {_short(event['init'])}")
         self.line(f"writing to {_short(event['run'])}")
 
     def _on_resume(self, event: Event) -> None:
@@ -130,11 +132,13 @@ class TrainView:
         self.line(f"compiled {event['kernels']} kernels in {event['seconds']:.1f} s")
 
     def _on_before_training(self, event: Event) -> None:
-        near = abs(event["loss"] - event["ln_vocab"]) < 0.25
-        verdict = "as an untrained model should" if near else "NOT what an untrained model should give"
-        self.line(
-            f"before training: loss {event['loss']:.4f}, ln(vocabulary) = {event['ln_vocab']:.4f}: {verdict}"
-        )
+        loss, untrained = event["loss"], event["ln_vocab"]
+        line = f"before training: loss {loss:.4f}"
+        if untrained is not None:
+            near = abs(loss - untrained) < 0.25
+            verdict = "as an untrained model should" if near else "NOT what an untrained model should give"
+            line += f", ln(vocabulary) = {untrained:.4f}: {verdict}"
+        self.line(line)
         self._begin()
 
     def _begin(self) -> None:

@@ -1,7 +1,6 @@
 """`gru-ref encode`: text files into one encoded corpus. The work is done by gru_ref.data.corpus."""
 
 import json
-import os
 import sys
 import time
 from typing import Any
@@ -58,21 +57,27 @@ def command(
     F is a text file, a .jsonl or .parquet file of records, one of them packed as .gz, a folder, or - for
     standard input. A text file or a record is a document; a separator token stands between two.
     """
+    from rich import progress as rich
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
     from gru_ref.cli._terminal import signals_end_it
     from gru_ref.data.corpus import encode_files
+    from gru_ref.threads import available_cores
 
     start = time.perf_counter()
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    bar = Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty())
+    is_terminal = sys.stderr.isatty()
+    name = rich.TextColumn("{task.description}")
+    figures = (rich.DownloadColumn(), rich.TransferSpeedColumn(), rich.TimeElapsedColumn())
+    columns = (name, rich.BarColumn(), *figures, rich.TimeRemainingColumn())
+    bar = rich.Progress(*columns, console=Console(stderr=True), transient=True, disable=not is_terminal)
+    if train_bpe and not is_terminal:
+        click.echo(f"gru-ref: making a vocabulary of {train_bpe:,} tokens, which may take a while", err=True)
     with signals_end_it(), bar:
         task = bar.add_task("encode", total=None)
 
         def show(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
+            what = "encode" if total else "making the vocabulary"
+            bar.update(task, completed=done, total=total or None, description=what)
 
         facts = encode_files(
             files,
@@ -82,7 +87,7 @@ def command(
             train_bpe=train_bpe or 0,
             special_tokens=special_tokens,
             text_field=field,
-            workers=workers or len(os.sched_getaffinity(0)),
+            workers=workers or available_cores(),
             overwrite=force,
             progress=show,
         )

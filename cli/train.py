@@ -12,6 +12,7 @@ from gru_ref.cli._configuration import check_file_name, dotted, named_options, s
 
 if TYPE_CHECKING:
     from gru_ref.config import Config
+    from gru_ref.data.tokenizers import Tokenizer
     from gru_ref.training import Stop, TrainResult
 
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 @click.option("--val-data", multiple=True, metavar="FILE", help="Validate on this text instead of a share.")
 @click.option("--out", metavar="RUN", help="New run directory; without it runs/run-001 and so on.")
 @click.option("--resume", "resume_path", metavar="RUN", help="Go on with this run, or from its checkpoint.")
+@click.option("--init", metavar="CKPT", help="Start with the weights, model and tokenizer of it, at step 0.")
 @named_options()
 @click.option("--carry-state", is_flag=True, default=None, help="Carry the hidden state between windows.")
 @set_option
@@ -37,6 +39,7 @@ def command(
     val_data: tuple[str, ...],
     out: str | None,
     resume_path: str | None,
+    init: str | None,
     carry_state: bool | None,
     assignments: tuple[str, ...],
     override: bool,
@@ -53,6 +56,8 @@ def command(
     options = dotted(named, others, assignments)
     check_file_name(config_file)
     if resume_path is not None:
+        if init is not None:
+            raise click.UsageError("--init cannot go with --resume: the run has its own weights")
         for value, name in ((config_file, "CONFIG.toml"), (preset, "--preset"), (out, "--out")):
             if value is not None:
                 raise click.UsageError(f"{name} cannot go with --resume: the run has its own; use --set")
@@ -64,9 +69,10 @@ def command(
     from gru_ref import config as configuration
 
     if resume_path is None:
-        config = configuration.load(preset=preset, file=config_file, options=options)
+        first, tokenizer = (None, None) if init is None else _told_by(init)
+        config = configuration.load(preset=preset, file=config_file, options=options, init=first)
         if dry_run:
-            return _dry_run(config)
+            return _dry_run(config, tokenizer)
     with _Signals() as signals:  # from here on, because importing takes a while too
         from gru_ref.cli._train_view import TrainView
         from gru_ref.training import Stop, resume, train
@@ -75,7 +81,7 @@ def command(
         with TrainView() as view:
             common: dict[str, Any] = {"observer": view, "stop": stop, "stop_at": stop_at}
             if resume_path is None:
-                result = train(config, out, **common)
+                result = train(config, out, init=init, **common)
             else:
                 result = resume(resume_path, changes=options, override=override, **common)
             view.finish(result)
@@ -136,7 +142,17 @@ def _exit_code(result: "TrainResult", signals: _Signals) -> int:
     return 0
 
 
-def _dry_run(config: "Config") -> int:
+def _told_by(init: str) -> tuple["Config", "Tokenizer"]:
+    """The configuration and the tokenizer of a checkpoint, or of the newest of a run."""
+    from gru_ref.checkpoint import load_checkpoint
+    from gru_ref.checkpoint.find import newest_checkpoint
+    from gru_ref.checkpoint.restore import restore_tokenizer
+
+    checkpoint = load_checkpoint(newest_checkpoint(init), weights_only=True)
+    return checkpoint.config, restore_tokenizer(checkpoint)
+
+
+def _dry_run(config: "Config", tokenizer: "Tokenizer | None") -> int:
     """The table of parameters, which of them decay, and the predicted memory."""
     import psutil
     from rich.table import Table
@@ -145,7 +161,7 @@ def _dry_run(config: "Config") -> int:
     from gru_ref.cli._terminal import console
     from gru_ref.schedules import phases
 
-    config, steps = with_length(config)
+    config, steps = with_length(config, tokenizer)
     phases(config.schedule, steps)
     table = Table("parameter", "shape")
     table.add_column("count", justify="right")

@@ -10,6 +10,7 @@ import functools
 import math
 import tomllib
 import typing
+from collections.abc import Set
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -353,27 +354,70 @@ def _read_toml(text: str, where: str) -> dict[str, Any]:
 
 
 def load(
-    *, preset: str | None = None, file: str | Path | None = None, options: dict[str, Any] | None = None
+    *,
+    preset: str | None = None,
+    file: str | Path | None = None,
+    options: dict[str, Any] | None = None,
+    init: Config | None = None,
 ) -> Config:
     """Defaults, then the preset (`default` where none is named), then the TOML file, then the options.
 
-    `options` maps dotted keys such as 'train.steps' to values. Raises ConfigError.
+    `options` maps dotted keys such as 'train.steps' to values. Where the file or the options change the
+    preset's `model.kind`, what only the preset's kind has falls back to its default. `init`: the
+    configuration of a checkpoint that the run starts with, as in `started_from`. Raises ConfigError.
     """
     name = preset or "default"
     if name not in preset_names():
         raise _unknown(name, preset_names(), "preset", "--preset")
     text = (resources.files("gru_ref.models") / "presets" / f"{name}.toml").read_text("utf-8")
-    config = merge(Config(), _read_toml(text, f"preset {name}"), f"preset {name}")
+    base = _read_toml(text, f"preset {name}")
+    asked = options or {}
+    config = merge(Config(), base, f"preset {name}")
     if file is not None:
         try:
             # a file name in it need not be UTF-8; such a byte stays a surrogate, as in Python's paths
             text = Path(file).read_text("utf-8", errors="surrogateescape").removeprefix("\ufeff")
         except OSError as error:
             raise ConfigError(f"{file}: cannot read the configuration: {error.strerror}") from None
-        config = merge(config, _read_toml(text, str(file)), str(file))
-    config = with_context(merge(config, options or {}, "options"))
+        values = _read_toml(text, str(file))
+        config = merge(config, values, str(file))
+        asked = values | asked
+    config = merge(config, options or {}, "options")
+    if init is None:
+        config = _without_other_kinds(config, base.keys() - asked.keys())
+    else:
+        config = started_from(config, init, asked.keys())
+    config = with_context(config)
     check(config)
     return config
+
+
+def _without_other_kinds(config: Config, given: Set[str]) -> Config:
+    """`config` where the keys `given` by a preset alone have their default, if its kind does not have them.
+
+    So another `model.kind` over a preset needs no word about what the preset says of the first kind.
+    """
+    other = [name for kind, names in FIELDS_OF_KIND.items() if kind != config.model.kind for name in names]
+    defaults = {name: getattr(ModelConfig, name) for name in other if f"model.{name}" in given}
+    return config.replace("model", **defaults)
+
+
+def started_from(config: Config, init: Config, asked: Set[str] = frozenset()) -> Config:
+    """`config` with the model and the tokenizer of `init`, whose weights the run starts with.
+
+    All that only matters in training stays as `config` has it, `model.dropout` too. asked: the keys that the
+    user set; raises ConfigError where one of them says something else than `init`.
+    """
+    model = dataclasses.replace(init.model, dropout=config.model.dropout)
+    started = dataclasses.replace(config, model=model)
+    # Its vocabulary comes with the checkpoint, not from a file.
+    started = started.replace("data", tokenizer=init.data.tokenizer, vocab="")
+    open_ones = {"model.vocab_size": 0, "data.tokenizer": "auto"}  # say nothing
+    for key, (value, own) in differences(config, started).items():
+        if key in asked and open_ones.get(key) != value:
+            own = f"'{init.data.tokenizer}', which comes with it" if key == "data.vocab" else str(own)
+            raise ConfigError(f"{key} {value} is not the checkpoint's: {own}; leave it out")
+    return started
 
 
 def with_context(config: Config) -> Config:

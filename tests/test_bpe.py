@@ -2,10 +2,14 @@
 
 import json
 import random
+import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,9 +17,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gru_ref.data import bpe, get_tokenizer
+from gru_ref.data import bpe, bpe_training, get_tokenizer
 from gru_ref.data.bpe import ALPHABET, BPE, END_OF_TEXT
-from gru_ref.errors import DataError, UsageError
+from gru_ref.errors import DataError, RunError, UsageError
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -470,3 +474,83 @@ def test_gpt2_on_tinyshakespeare(gpt2: BPE) -> None:
 def test_gpt2_equals_the_library(gpt2: BPE, text: str) -> None:
     """D03."""
     assert gpt2.encode(text.encode()).tolist() == library(gpt2).encode(text).ids
+
+
+# Long words, and the process that makes a vocabulary
+
+
+@pytest.mark.parametrize("run", ["a", "^", " ", "\n", "é", "\0", "acgt"])
+def test_the_time_to_make_a_vocabulary_grows_with_the_length_of_a_long_run(run: str) -> None:
+    """A word of n letters takes n² uncut: 200,000 took more than a minute."""
+    text = "".join(random.Random(1).choices(run, k=200_000)).encode()
+    start = time.process_time()
+    bpe.train([text], 260)
+    assert time.process_time() - start < 5
+
+
+LONG = st.sampled_from(["a" * 9, " " + "é" * 12, "^" * 15, " " * 11, "\n\t" * 6, "12345678901", "字" * 9])
+
+
+@given(st.lists(st.one_of(LONG, st.sampled_from(CHARACTERS)), max_size=30))
+def test_only_words_that_are_too_long_are_cut_for_training(texts: list[str]) -> None:
+    """Every other word is the one that the library finds in the whole text."""
+    splitter = library(BPE({"tokens": bpe.ALPHABET, "merges": []})).pre_tokenizer
+    text, limit = "".join(texts), 5
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bpe, "LONGEST_WORD", limit)
+        parts = list(bpe._short_words([text], splitter))
+    assert "".join(parts) == text
+    expected = []
+    for _, (start, end) in splitter.pre_tokenize_str(text):
+        size = limit if end - start > limit else end - start
+        expected += [text[at : min(at + size, end)] for at in range(start, end, size)]
+    found = [part[slice(*at)] for part in parts for _, at in splitter.pre_tokenize_str(part)]
+    assert found == expected
+
+
+def test_a_process_makes_the_vocabulary_that_this_one_would(toy: BPE) -> None:
+    waited: list[None] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bpe_training, "PATIENCE", 0.01)
+        made = bpe_training.train([b"", generated_text()], 400, waiting=lambda: waited.append(None))
+    assert made.definition() == toy.definition()
+    assert len(waited) > 1
+
+
+def test_a_refusal_or_a_death_of_the_process_is_an_error_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for size, message in ((300, "repeated pairs for"), (1, "a vocabulary must have 257")):
+        with pytest.raises(DataError, match=message):
+            bpe_training.train([b"ab ab"] * 50_000, size)
+    monkeypatch.setattr(bpe_training, "_PROGRAM", "import os; os._exit(3)")
+    with pytest.raises(RunError, match="the process that makes the vocabulary died"):
+        bpe_training.train([b"ab ab"] * 50_000, 258)
+
+
+def test_the_process_ends_when_nobody_waits_for_it(toy: BPE, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether this one is interrupted, or killed while the other trains."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen(*arguments, **options))
+        return started[-1]
+
+    monkeypatch.setattr(bpe_training, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": start}))
+
+    def interrupted() -> Iterator[bytes]:
+        yield b"ab"
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bpe_training.train(interrupted(), 258)
+    assert started[0].returncode == -signal.SIGKILL
+    hang = "import time\ndef hang(texts, size):\n    list(texts)\n    time.sleep(60)\n"
+    use = "bpe_training.bpe.train = hang\nbpe_training.serve"
+    program = hang + bpe_training._PROGRAM.replace("bpe_training.serve", use)
+    parent, child = Pipe()
+    with parent, child:
+        arguments = [sys.executable, "-c", program, str(child.fileno()), "258", *sys.path]
+        process = subprocess.Popen(arguments, pass_fds=[child.fileno()])
+        child.close()
+        parent.send_bytes(b"ab")
+        parent.send_bytes(b"")
+    assert process.wait(timeout=30) == 1

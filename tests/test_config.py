@@ -1,5 +1,6 @@
 """The configuration: precedence, what is refused and how it is said, and round trips."""
 
+import dataclasses
 import json
 import math
 import string
@@ -10,7 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gru_ref import config as configuration
-from gru_ref.config import CHOICES, RANGES, Config, convert, differences, from_dict, keys, load, to_toml
+from gru_ref.config import (
+    CHOICES,
+    RANGES,
+    Config,
+    ModelConfig,
+    convert,
+    differences,
+    from_dict,
+    keys,
+    load,
+    to_toml,
+)
 from gru_ref.errors import ConfigError
 
 
@@ -66,6 +78,31 @@ def test_options_beat_the_file_beats_the_preset_beats_the_defaults(tmp_path):
 def test_without_a_preset_the_default_preset_is_used():
     assert load() == load(preset="default")
     assert load() != Config()
+
+
+@pytest.mark.parametrize("kind", CHOICES["model.kind"])
+@pytest.mark.parametrize("preset", configuration.preset_names())
+@pytest.mark.parametrize("where", ["file", "options"])
+def test_another_kind_over_a_preset_needs_no_word_about_the_presets_own_fields(tmp_path, where, preset, kind):
+    values = {"model.kind": kind, "model.dropout": 0.5}
+    file = text_file(tmp_path, f'[model]\nkind = "{kind}"\ndropout = 0.5\n') if where == "file" else None
+    config = load(preset=preset, file=file, options=values if where == "options" else None)
+    before, after = load(preset=preset).model, config.model
+    assert (after.kind, after.dropout, after.hidden) == (kind, 0.5, before.hidden)
+    if before.kind == kind:
+        assert after == dataclasses.replace(before, dropout=0.5)
+    for other, names in configuration.FIELDS_OF_KIND.items():
+        for name in names if other != kind else ():
+            assert getattr(after, name) == getattr(ModelConfig, name)
+
+
+@pytest.mark.parametrize("where", ["file", "options"])
+def test_a_field_of_another_kind_that_the_user_gave_is_refused(tmp_path, where):
+    """Even where the preset, whose word does not count, gives it too."""
+    file = text_file(tmp_path, "[model]\nembedding = 64\n") if where == "file" else None
+    options = {"model.kind": "gpt2"} | ({"model.embedding": 64} if where == "options" else {})
+    with pytest.raises(ConfigError, match=r"model\.embedding is of gru-lm and not of gpt2; set it to 0"):
+        load(file=file, options=options)
 
 
 @pytest.mark.parametrize("preset", configuration.preset_names())

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -156,6 +158,29 @@ def test_a_signal_to_end_leaves_nothing_behind(folder: Path) -> None:
     result = subprocess.run(arguments, capture_output=True, timeout=60, check=False)
     assert (result.returncode, result.stdout, result.stderr) == (143, b"", b"")
     assert os.listdir(folder) == ["text.txt"]
+
+
+def test_a_signal_ends_the_making_of_a_vocabulary_at_once(folder: Path) -> None:
+    """L03: and the process that makes it; before there is one it is announced."""
+    pytest.importorskip("tokenizers")
+    code = (
+        "import time; from gru_ref.cli import main; from gru_ref.data import bpe_training; "
+        "bpe_training._PROGRAM = 'import time; time.sleep(60)'; main()"
+    )
+    arguments = [sys.executable, "-c", code, "encode", "text.txt", "-o", "c.h5", "--train-bpe", "262"]
+    for number in (signal.SIGTERM, signal.SIGINT):
+        process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert process.stderr is not None
+        assert process.stderr.readline() == (
+            b"gru-ref: making a vocabulary of 262 tokens, which may take a while\n"
+        )
+        time.sleep(1)
+        process.send_signal(number)
+        start = time.monotonic()
+        process.communicate(timeout=30)
+        assert time.monotonic() - start < 10
+        assert process.returncode == 128 + number
+        assert os.listdir(folder) == ["text.txt"]
 
 
 @pytest.mark.parametrize(

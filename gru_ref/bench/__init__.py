@@ -57,9 +57,9 @@ def is_long(name: str) -> bool:
 
 def run(name: str, settings: Settings) -> list[dict[str, Any]]:
     """Measure in this process: the rows of a benchmark as plain values; see _settings.py and _rows.py."""
-    from threadpoolctl import threadpool_limits
+    from gru_ref import threads
 
-    with threadpool_limits(settings.threads, user_api="blas"):  # as gru_ref.training does for run.threads
+    with threads.limited(settings.threads, pool=False):  # BLAS too: it is a peer and a limit
         return [row.to_dict() for row in find(name).run(settings)]
 
 

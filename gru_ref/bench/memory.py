@@ -100,9 +100,9 @@ def _tiny(work: Work) -> Work:
 
 
 def _three_steps(work: Work, settings: Settings) -> None:
-    from threadpoolctl import threadpool_limits
+    from gru_ref import threads
 
-    with threadpool_limits(settings.threads, user_api="blas"):
+    with threads.limited(settings.threads, pool=settings.kernels == "numba"):
         model = _ours.language_model(work.model, settings.kernels)
         step = _ours.training(model, work.optimizer, _ours.random_batch(work.model, work.T, work.B))
         for _ in range(3):

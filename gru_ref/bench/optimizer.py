@@ -56,7 +56,7 @@ def _updating(arena: Arena, config: OptimizerConfig, kernels: str) -> Callable[[
     optimizer = Optimizer(config, ops)
 
     def update() -> None:
-        norm = ops.clip.global_norm(arena.grad.values())
+        norm = ops.clip.global_norm([arena.grads])
         ops.clip.clip(arena.grads, norm, KEPT * norm)
         optimizer.step(arena, _ours.LR)
 

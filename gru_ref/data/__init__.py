@@ -2,6 +2,7 @@
 
     tokenizers  bytes ↔ token ids
     bpe         the tokenizer that needs a vocabulary, and vocabularies on disk
+    bpe_training  a vocabulary made in another process
     sources     files → documents
     parallel    pieces of text → token ids in several processes
     corpus      files → one array of token ids; encoded corpora on disk

@@ -14,7 +14,8 @@ which separates documents: it has no text of its own, and text that spells it is
 
 Nothing is lost: a byte that is not part of valid UTF-8 is a token of its own. Long texts are encoded in
 segments, which changes no token: a space or newline behind another character always begins a word. Only where
-a whole MiB has no such place (a run of one letter, say) is a word cut.
+a whole MiB has no such place (a run of one letter, say) is a word cut. A vocabulary is made from words of at
+most 1,024 characters: longer ones are cut, because the time to make it grows with the square of their length.
 
 Decoding and counting bytes need the definition only, not the library.
 """
@@ -36,6 +37,7 @@ END_OF_TEXT = "<|endoftext|>"
 MAX_VOCABULARY = 2**16  # ids are uint16
 SEGMENT = 2**12  # bytes after which a text is cut at the next place that allows it
 LONGEST_SEGMENT = 2**20
+LONGEST_WORD = 2**10  # characters of a word that a vocabulary is made from
 _CACHE = 2**23  # characters of text whose tokens are remembered
 
 _VARIATIONS = (  # of BPE, in a tokenizer.json
@@ -259,8 +261,9 @@ def _tokenizers() -> Any:
 def train(texts: Iterable[bytes], vocab_size: int) -> BPE:
     """A vocabulary of this size made from texts: the bytes, the most frequent merges, END_OF_TEXT.
 
-    Pairs that occur once are not merged; bytes that are not UTF-8 are left out. The same texts give the same
-    vocabulary. Raises DataError where the texts have too few pairs.
+    Pairs that occur once are not merged; bytes that are not UTF-8 are left out, and words longer than
+    LONGEST_WORD are cut. The same texts give the same vocabulary. Raises DataError where the texts have too
+    few pairs. It may take minutes in which no signal is heard: bpe_training.py does the same in a process.
     """
     if not 257 <= vocab_size <= MAX_VOCABULARY:
         raise DataError(f"--train-bpe {vocab_size}: a vocabulary must have 257 to {MAX_VOCABULARY} tokens")
@@ -270,7 +273,7 @@ def train(texts: Iterable[bytes], vocab_size: int) -> BPE:
     trainer = library.trainers.BpeTrainer(
         vocab_size=vocab_size - 1, min_frequency=2, show_progress=False, initial_alphabet=ALPHABET
     )
-    encoder.train_from_iterator(_valid_parts(texts), trainer)
+    encoder.train_from_iterator(_short_words(_valid_parts(texts), encoder.pre_tokenizer), trainer)
     model = json.loads(encoder.to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
     if len(tokens) < vocab_size - 1:
@@ -284,6 +287,17 @@ def train(texts: Iterable[bytes], vocab_size: int) -> BPE:
 def _valid_parts(texts: Iterable[bytes]) -> Iterator[str]:
     for text in texts:
         yield from _INVALID.split(text.decode("utf-8", "surrogateescape"))[::2]
+
+
+def _short_words(parts: Iterable[str], splitter: Any) -> Iterator[str]:
+    """The same words but for those that are too long, which are cut."""
+    for part in parts:
+        if max(map(len, _STRETCH.findall(part)), default=0) <= LONGEST_WORD:
+            yield part
+            continue
+        for _, (start, end) in splitter.pre_tokenize_str(part):
+            for at in range(start, end, LONGEST_WORD):
+                yield part[at : min(at + LONGEST_WORD, end)]
 
 
 def load(path: str) -> BPE:

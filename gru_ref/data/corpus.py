@@ -35,7 +35,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from gru_ref.data import bpe
+from gru_ref.data import bpe, bpe_training
 from gru_ref.data.parallel import Batch, encode_batches
 from gru_ref.data.sources import CHUNK, Reading, Source, find_sources, md5, reading
 from gru_ref.data.tokenizers import Ascii100, Tokenizer, get_tokenizer
@@ -50,7 +50,7 @@ LLMC_MAGIC, LLMC_VERSION, LLMC_HEADER = 20240520, 1, 1024
 WORTH_A_PROCESS = 2**23  # bytes of files for every process that encodes
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes of files done and in all."""
+"""Called with the bytes of files done and in all; while a vocabulary is made from them, with 0 in all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,10 +159,10 @@ def encode_files(
     """Encode text files into the HDF5 corpus `output` (.h5), in bounded memory; returns `Corpus.facts` of it.
 
     tokenizer, vocab: as for `load_corpus`. train_bpe: make a vocabulary of this size from the files first,
-    which reads them twice. special_tokens: text that spells a special token of bpe becomes that token.
-    text_field: the key or column of the text in .jsonl and .parquet files. workers: processes that may encode
-    for bpe; their number changes nothing in the corpus, and more than one needs a main module that is guarded
-    by `if __name__ == "__main__"`, as every use of multiprocessing does.
+    in a process of its own, which reads them twice. special_tokens: text that spells a special token of bpe
+    becomes that token. text_field: the key or column of the text in .jsonl and .parquet files. workers:
+    processes that may encode for bpe; their number changes nothing in the corpus, and more than one needs a
+    main module that is guarded by `if __name__ == "__main__"`, as every use of multiprocessing does.
 
     The file appears under its name only when it is whole and on disk. Raises DataError for the input and
     for an output that exists unless `overwrite`, RunError where writing fails.
@@ -180,7 +180,10 @@ def encode_files(
     with contextlib.ExitStack() as stack:
         sources = find_sources(files, stack, path.parent)
         if chosen is None:
-            chosen = bpe.train(_texts(sources, text_field), train_bpe)
+            show = progress or (lambda done, total: None)
+            done = sum(source.size for source in sources)
+            texts = _texts(sources, text_field, show)
+            chosen = bpe_training.train(texts, train_bpe, waiting=lambda: show(done, 0))
         if special_tokens:
             chosen = chosen.with_special_tokens()
         return _write_h5(path, sources, chosen, text_field, workers, progress)
@@ -191,9 +194,10 @@ def _for_text(files: Sequence[str], asked: str | Tokenizer, vocab_size: int, voc
     name = asked if isinstance(asked, str) else asked.name
     if name == "ids":
         what = files[0] if files else "the embedded corpus"
-        raise DataError(
-            f"{what}: is text, which tokenizer 'ids' cannot encode; choose ascii100, bytes or bpe"
-        )
+        hint = "choose ascii100, bytes or bpe"
+        if isinstance(asked, Tokenizer):
+            hint = "give a .bin of ids, or import the weights with their vocabulary (--set data.vocab=…)"
+        raise DataError(f"{what}: is text, which tokenizer 'ids' cannot encode; {hint}")
     if isinstance(asked, Tokenizer):
         return asked
     if vocab and name in ("auto", "bpe"):
@@ -217,9 +221,14 @@ def _vocabulary(vocab: str, vocab_size: int) -> bpe.BPE:
     return tokenizer
 
 
-def _texts(sources: list[Source], text_field: str) -> Iterator[bytes]:
+def _texts(sources: list[Source], text_field: str, progress: Progress) -> Iterator[bytes]:
+    before = 0
     for source in sources:
-        yield from filter(None, Reading(source, bpe.segments, text_field))
+        pieces = Reading(source, bpe.segments, text_field)
+        for piece in filter(None, pieces):
+            yield piece
+            progress(before + pieces.done, 0)
+        before += source.size
 
 
 def _batches(
@@ -376,9 +385,9 @@ def _require_tokenizer(path: str, found: Tokenizer, asked: str | Tokenizer) -> N
     """Tokens of one tokenizer are never taken for another's."""
     name = asked if isinstance(asked, str) else asked.name
     if name not in ("auto", found.name):
-        raise DataError(
-            f"{path}: was encoded with '{found.name}', not '{name}'; set data.tokenizer to '{found.name}'"
-        )
+        is_fixed = isinstance(asked, Tokenizer)
+        hint = f"encode the text with '{name}'" if is_fixed else f"set data.tokenizer to '{found.name}'"
+        raise DataError(f"{path}: was encoded with '{found.name}', not '{name}'; {hint}")
     if isinstance(asked, Tokenizer) and asked.fingerprint() != found.fingerprint():
         raise DataError(
             f"{path}: was encoded with another vocabulary for '{name}' ({found.vocab_size:,} tokens, md5 "

@@ -19,11 +19,13 @@ from gru_ref import config as configuration
 from gru_ref import threads
 from gru_ref.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from gru_ref.checkpoint.find import checkpoints_of, newest_checkpoint
+from gru_ref.checkpoint.restore import restore_tokenizer
 from gru_ref.config import Config
 from gru_ref.data.corpus import encode_files
 from gru_ref.errors import CheckpointError, ConfigError, RunDirectoryError, RunError
 from gru_ref.training.evaluation import Evaluation
 from gru_ref.training.run_directory import (
+    CONFIG,
     METRICS,
     SAMPLES,
     STDIN,
@@ -63,6 +65,7 @@ def train(
     config: Config | None = None,
     out: str | Path | None = None,
     *,
+    init: str | Path | None = None,
     observer: Observer | None = None,
     stop: Stop | None = None,
     stop_at: int = 0,
@@ -70,17 +73,27 @@ def train(
     """Train a new run and write its directory.
 
     config: `gru_ref.config.load(…)`; None trains the default preset. out: the run directory, new or without
-    a run; None takes the first free runs/run-NNN. observer: called with every event and step. stop: see
+    a run; None takes the first free runs/run-NNN. init: a checkpoint, or a run for its newest, to start with:
+    its weights, its tokenizer and its model, whatever `config` says of them, but with the model.dropout of
+    `config`; the optimizer is new and the step 0. observer: called with every event and step. stop: see
     `Stop`. stop_at: leave after this step, with a checkpoint, as if stopped there.
     Raises the family of gru_ref/errors.py.
     """
-    config = _resolve(config or configuration.load())
     if out == "":
         raise RunDirectoryError("--out is empty; name a new directory, or leave it out")
+    config = config or configuration.load()
+    first = None
+    if init is not None:
+        init = newest_checkpoint(os.path.abspath(init))
+        first = load_checkpoint(init, weights_only=True)
+        config = configuration.started_from(configuration.validated(config), first.config)
+    config = _resolve(config)
     path = next_free() if out is None else Path(out)
     with RunDirectory.create(path) as run, _threads(config):
-        loop = _Loop(run, Trainer.start(_keep_stdin(config, run)), observer, stop or Stop(), stop_at)
-        return loop.run_from_start()
+        trainer = Trainer.start(_keep_stdin(config, run, first), first)
+        first = None  # its weights are in the model now, and need not be in memory twice
+        loop = _Loop(run, trainer, observer, stop or Stop(), stop_at)
+        return loop.run_from_start(init)
 
 
 def resume(
@@ -99,7 +112,7 @@ def resume(
     checkpoint moves the later ones to checkpoints/set-aside. A finished run is left as it is.
     """
     path = os.path.abspath(path)
-    with RunDirectory.resume(newest_checkpoint(path).parent.parent) as run:
+    with RunDirectory.resume(_run_of(newest_checkpoint(path))) as run:
         checkpoint_path = newest_checkpoint(path)  # again, now that no one else can add one
         checkpoint = _at_home(_load(checkpoint_path), run)
         config = changed_config(checkpoint.config, changes or {}, override=override)
@@ -107,6 +120,17 @@ def resume(
             loop = _Loop(run, Trainer.restore(checkpoint, config), observer, stop or Stop(), stop_at)
             changed = configuration.differences(checkpoint.config, config)
             return loop.run_from_checkpoint(checkpoint_path, changed)
+
+
+def _run_of(checkpoint: Path) -> Path:
+    """The run directory that a checkpoint lies in."""
+    run = checkpoint.parent.parent
+    if not (run / CONFIG).is_file():
+        raise RunDirectoryError(
+            f"{checkpoint}: lies in no run directory, so there is no run to go on with; "
+            f"--init {checkpoint} starts a new one with its weights"
+        )
+    return run
 
 
 def _load(path: Path) -> Checkpoint:
@@ -167,13 +191,14 @@ def _threads(config: Config) -> AbstractContextManager[None]:
     return threads.limited(config.run.threads, pool=config.run.kernels == "numba")
 
 
-def _keep_stdin(config: Config, run: RunDirectory) -> Config:
+def _keep_stdin(config: Config, run: RunDirectory, init: Checkpoint | None) -> Config:
     """Standard input cannot be read again on resume: keep what came from it in the run directory."""
+    tokenizer = config.data.tokenizer if init is None else restore_tokenizer(init)
     for key, name in (("files", STDIN), ("val_files", STDIN_VALIDATION)):
         files = getattr(config.data, key)
         if "-" in files:
             path = run.path / name
-            encode_files(files, path, config.data.tokenizer, vocab=config.data.vocab, overwrite=True)
+            encode_files(files, path, tokenizer, vocab=config.data.vocab, overwrite=True)
             config = config.replace("data", **{key: (os.path.abspath(path),)})
     return config
 
@@ -190,15 +215,16 @@ class _Loop:
         self.saved_cursor = trainer.cursor
         self.evaluation: Evaluation | None = None
 
-    def run_from_start(self) -> TrainResult:
-        """Write the configuration, look at the untrained model, then train."""
+    def run_from_start(self, init: str | Path | None = None) -> TrainResult:
+        """Write the configuration, look at the model, untrained or of the checkpoint `init`, then train."""
         trainer = self.trainer
-        self._event("start", **self._description())
+        self._event("start", init=None if init is None else str(init), **self._description())
         self.run.write_config(trainer.config)  # after the event, which tells it from someone's own file
         self._warm_up()
         self._evaluate()
         loss = self.evaluation.loss if self.evaluation else trainer.training_loss()
-        self._event("before_training", loss=loss, ln_vocab=math.log(trainer.model.config.vocab_size))
+        ln_vocab = math.log(trainer.model.config.vocab_size)
+        self._event("before_training", loss=loss, ln_vocab=ln_vocab if init is None else None)
         self._sample()
         self._save()
         return self._train()

@@ -5,6 +5,7 @@ object in every bit that matters, which is what makes a resumed run equal to one
 files, signals, what is shown (gru_ref/training/loop.py).
 """
 
+import dataclasses
 import math
 import time
 from typing import Any
@@ -74,12 +75,15 @@ class Trainer:
         self._set_length()
 
     @classmethod
-    def start(cls, config: Config) -> "Trainer":
-        """A run at step 0: vocabulary from the tokenizer, weights from the seed."""
-        data = Data(config)
+    def start(cls, config: Config, init: Checkpoint | None = None) -> "Trainer":
+        """A run at step 0: vocabulary from the tokenizer, weights from the seed, or both from `init`."""
+        data = Data(config, None if init is None else restore_tokenizer(init))
         config = resolve_tokenizer(config, data.tokenizer)
         backend = Backend(config.run.kernels)
-        model: LanguageModel = family(config.model.kind).Model(
+        if init is not None:
+            model = restore_model(dataclasses.replace(init, config=config), kernels=config.run.kernels)
+            return cls(config, data, model, Optimizer(config.optimizer, backend))
+        model = family(config.model.kind).Model(
             config.model, seed=config.train.seed, backend=backend, precision=config.run.precision
         )
         model.initialise()
