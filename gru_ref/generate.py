@@ -46,6 +46,8 @@ def probabilities(logits: Array, *, temperature: float = 1.0, top_k: int = 0, to
         return p
     with np.errstate(over="ignore"):  # a tiny temperature: −inf, whose exponential is the 0 that is meant
         weights = np.exp((z - z.max()) / temperature)
+    if (not top_k or top_k >= len(z)) and top_p == 1:  # all are kept: no need to sort a large vocabulary
+        return weights / weights.sum()
     kept = np.argsort(-z, kind="stable")[: top_k or None]
     if top_p < 1:
         share = np.cumsum(weights[kept])
