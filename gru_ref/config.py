@@ -64,7 +64,7 @@ class TrainConfig:
     batch_size: int = 32  # windows in a micro-batch, B
     seq_len: int = 128  # tokens in a window, T
     accumulation: int = 1  # micro-batches in a step
-    segments: int = 1  # K: backward computes the activations of K−1 of K parts again, instead of keeping them
+    segments: int = 1  # K: backward computes the activations of K−1 of K parts again (at most 8 in a gru-lm)
     carry_state: bool = (
         False  # truncated BPTT: consecutive windows, hidden state carried from one to the next
     )

@@ -7,7 +7,7 @@ import pytest
 
 from gru_ref import plan
 from gru_ref.config import Config
-from gru_ref.models import family
+from gru_ref.models import family, gru_lm
 from gru_ref.training.optimizer import Optimizer
 from gru_ref.training.step import train_step
 
@@ -21,6 +21,11 @@ SHAPES = {
     "gpt2": GPT2 | {"layers": 4, "hidden": 64, "heads": 4, "vocab_size": 100, "tied": True},
     "gpt2, logits dominate": GPT2 | {"layers": 2, "hidden": 16, "heads": 1, "vocab_size": 1000},
 }
+
+
+@pytest.fixture(autouse=True)
+def small_windows_are_cut_too(monkeypatch):
+    monkeypatch.setattr(gru_lm, "SLICE_TOKENS", 128)
 
 
 @pytest.mark.parametrize("segments", [1, 2, 8])

@@ -12,11 +12,16 @@ from gru_ref import config as configuration
 from gru_ref import plan
 from gru_ref.config import Config
 from gru_ref.errors import ConfigError
-from gru_ref.models import family
+from gru_ref.models import family, gru_lm
 from gru_ref.plan import speed
 from gru_ref.training.trainer import Trainer
 
 GRU_RUN = configuration.load(preset="gru-l3-v3a", options={"model.vocab_size": 100})
+
+
+@pytest.fixture(autouse=True)
+def small_windows_are_cut_too(monkeypatch):
+    monkeypatch.setattr(gru_lm, "SLICE_TOKENS", 1)
 
 
 def gru(**model):

@@ -29,6 +29,11 @@ MODELS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def small_windows_are_cut_too(monkeypatch):
+    monkeypatch.setattr(gru_lm, "SLICE_TOKENS", 1)
+
+
 def build(config, **options):
     model = family(config.kind).Model(config, seed=7, **options)
     model.initialise()
@@ -188,3 +193,11 @@ def test_a_run_in_segments_ends_with_the_checkpoint_of_one_without(
     for name, end in zip(("a.h5", "b.h5"), ends, strict=True):
         save_checkpoint(tmp_path / name, dataclasses.replace(end, config=ends[0].config))
     assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "b.h5").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("T", "B", "slices"), [(1, 10**6, 1), (64, 15, 1), (64, 32, 2), (128, 32, 4), (1024, 128, 8)]
+)
+def test_slices_have_about_a_thousand_tokens_and_are_at_most_eight(T, B, slices, monkeypatch):
+    monkeypatch.undo()
+    assert gru_lm.time_slices(T, B) == slices

@@ -7,7 +7,7 @@
 P is the vocabulary V padded to `vocab_padding`; the loss and the sampler look at the first V columns only.
 Tied means W_c is W_e: one parameter, whose gradient is the sum over both uses.
 
-The layers run over TIME_SLICES slices of the window, one after the other, and backward hands the gradient of
+The layers run over slices of the window, one after the other, and backward hands the gradient of
 the state from each slice to the one before it: nothing is truncated inside a window. Slices in K segments are
 the checkpointing of activations (Chen et al. 2016): all but the last keep the state before them alone.
 """
@@ -26,11 +26,12 @@ from gru_ref.models import padded_vocab, split_evenly
 from gru_ref.ops.matmul import round_to
 from gru_ref.types import Array
 
-TIME_SLICES = 8
-"""Slices of a window, or as many as it has steps, for every number of segments, 1 included.
+TIME_SLICES, SLICE_TOKENS = 8, 1024
+"""A window of T steps and B sequences is cut into T·B/SLICE_TOKENS slices, at most TIME_SLICES, at least 1.
 
 A product over the rows of a whole window and the sum of products over its slices differ in their last bits.
-So that the segments change no bit, the products must be the same ones for all K; more than 8 segments are 8.
+So that the segments change no bit, the products must be the same ones for all K, 1 included; more segments
+than slices are as many. Slices of fewer tokens would cost time, and a small window needs no segments.
 """
 
 
@@ -58,7 +59,7 @@ def kept_floats(config: ModelConfig, T: int, B: int, segments: int = 1) -> int:
 
     xᴸ (H) of every token, the state before every segment, and of the last segment what `_slice_floats` says.
     """
-    grouped = segments_of(T, segments)
+    grouped = segments_of(T, B, segments)
     H, L = config.hidden, config.layers
     return B * (T * H + len(grouped) * L * H) + _slice_floats(config, B, grouped[-1])
 
@@ -75,7 +76,7 @@ def activation_floats(config: ModelConfig, T: int, B: int, segments: int = 1) ->
     """
     P, H, L = padded_vocab(config), config.hidden, config.layers
     E = config.embedding or H
-    grouped = segments_of(T, segments)
+    grouped = segments_of(T, B, segments)
     in_segment = [_slice_floats(config, B, slices) for slices in grouped]
     longest = B * max(steps.stop - steps.start for slices in grouped for steps in slices)
     widest = max(E if L <= 2 else 0, H if L > 1 else 0)
@@ -101,9 +102,14 @@ def _slice_floats(config: ModelConfig, B: int, slices: list[slice]) -> int:
     return tokens * ((config.embedding or H) + 5 * H * L) + B * len(slices) * L * H
 
 
-def segments_of(T: int, segments: int) -> list[list[slice]]:
-    """The slices of a window of T steps, grouped into segments."""
-    slices = [slice(steps.start, steps.stop) for steps in split_evenly(T, TIME_SLICES)]
+def time_slices(T: int, B: int) -> int:
+    """The number of slices of a window, and so the largest number of segments."""
+    return max(1, min(T, TIME_SLICES, T * B // SLICE_TOKENS))
+
+
+def segments_of(T: int, B: int, segments: int) -> list[list[slice]]:
+    """The slices of a window of T steps and B sequences, grouped into segments."""
+    slices = [slice(steps.start, steps.stop) for steps in split_evenly(T, time_slices(T, B))]
     return [[slices[i] for i in part] for part in split_evenly(len(slices), segments)]
 
 
@@ -172,7 +178,7 @@ class GRULM:
         dropout_step: the number of this micro-batch while training; None leaves dropout out. segments:
         backward computes all but the last of so many parts of the window again, to the same bits.
         """
-        grouped = segments_of(len(ids), segments)
+        grouped = segments_of(*ids.shape, segments)
         weights = self._rounded_weights()
         x = np.empty((*ids.shape, self.config.hidden), self.arena.dtype)
         h, kept = state, []

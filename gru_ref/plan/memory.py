@@ -6,7 +6,7 @@ import numpy as np
 
 from gru_ref.config import RANGES, Config
 from gru_ref.models import family, is_decayed, parameter_shapes
-from gru_ref.models.gru_lm import TIME_SLICES
+from gru_ref.models.gru_lm import time_slices
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def segments_used(config: Config, segments: int) -> int:
     """How many segments there really are: GPT-2 is cut between blocks, the GRU between slices of a window."""
     if config.model.kind == "gpt2":
         return min(segments, config.model.layers)
-    return min(segments, config.train.seq_len, TIME_SLICES)
+    return min(segments, time_slices(config.train.seq_len, config.train.batch_size))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import numpy as np
 
 from gru_ref.config import Config
 from gru_ref.models import family
-from gru_ref.models.gru_lm import TIME_SLICES
+from gru_ref.models.gru_lm import time_slices
 from gru_ref.plan.devices import Device
 from gru_ref.plan.flops import flops_per_token
 from gru_ref.plan.memory import memory, parameters, segments_used
@@ -130,7 +130,7 @@ def _time_micro_batch(config: Config, budget: float) -> tuple[float, str]:
         return time.perf_counter() - started
 
     def passes(size: int) -> int:
-        return min(size, TIME_SLICES) if recurrent else 1
+        return time_slices(size, B) if recurrent else 1
 
     end = time.perf_counter() + budget
     size = 1

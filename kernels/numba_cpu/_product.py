@@ -21,6 +21,8 @@ from gru_ref.types import Array
 
 _DEPTH = 256
 """Rows of a panel that are used together: 24 KiB of them with 32-byte vectors."""
+_ROWS_PACKED = 64
+"""Rows of a matrix that are packed together."""
 _SMALL = 2**17
 """Multiply-adds below which a product is not worth a second thread."""
 
@@ -50,10 +52,11 @@ def product(a: Array, b: Array, bias: Array | None = None) -> Array:
 def packed(b: Array) -> Array:
     """b (K, N) in panels, for `multiply`."""
     K, N = b.shape
-    b = b if b.flags.writeable else b.copy()  # kernels are compiled for arrays that could be written
     result = empty(whole_panels(N, b.itemsize) * K, b.dtype)
+    transposed = b.T.flags.c_contiguous
+    kernel, source = (_pack_transposed, for_kernel(b.T)) if transposed else (_pack, for_kernel(b))
     threads.share(
-        lambda n, n_end: _pack(b, n, n_end, result), N, unit=panel(b.dtype), least=_SMALL // max(1, K)
+        lambda n, n_end: kernel(source, n, n_end, result), N, unit=panel(b.dtype), least=_SMALL // max(1, K)
     )
     return result
 
@@ -81,29 +84,42 @@ def whole_panels(n: int, itemsize: int) -> int:
 
 @numba.njit(**OPTIONS)
 def pack(B: Array, n: int, n_end: int, P: Array) -> None:
-    """Columns n…n_end−1 of B into their panels."""
+    """Columns n…n_end−1 of B (K, N) into their panels, a few rows at a time: panels lie across them."""
     K = B.shape[0]
     width = PANEL_BYTES // P.itemsize
-    for j in range(n, n_end, width):
-        columns = min(width, n_end - j)
-        for k in range(0, K, _DEPTH):  # a part that stays in the cache: one of the two is crossed
-            depth, p = min(_DEPTH, K - k), j * K + k * width
-            if B.strides[0] == B.itemsize:  # B is a transposed matrix: read along its rows
-                for c in range(columns):
-                    for i in range(depth):
-                        P[p + i * width + c] = B[k + i, j + c]
-            else:
-                for i in range(depth):
-                    for c in range(columns):
-                        P[p + i * width + c] = B[k + i, j + c]
-            for i in range(depth):
-                for c in range(columns, width):
-                    P[p + i * width + c] = 0
+    for k in range(0, K, _ROWS_PACKED):
+        for j in range(n, n_end, width):
+            rows = B[k : min(k + _ROWS_PACKED, K), j : min(j + width, n_end)]
+            panel_rows = P[j * K : (j + width) * K].reshape(K, width)[k:]
+            for i in range(rows.shape[0]):
+                for c in range(rows.shape[1]):
+                    panel_rows[i, c] = rows[i, c]
+                for c in range(rows.shape[1], width):
+                    panel_rows[i, c] = 0
 
 
-@compiled("T[:, :], intp, intp, T[::1]")
+@compiled("T[:, ::1], intp, intp, T[::1]")
 def _pack(B: Array, n: int, n_end: int, P: Array) -> None:
     pack(B, n, n_end, P)
+
+
+@compiled("T[:, ::1], intp, intp, T[::1]")
+def _pack_transposed(B: Array, n: int, n_end: int, P: Array) -> None:
+    """The same for B (N, K), whose rows are the columns of what is packed: it is read along its rows."""
+    K = B.shape[1]
+    width = PANEL_BYTES // P.itemsize
+    for j in range(n, n_end, width):
+        panel_rows = P[j * K : (j + width) * K].reshape(K, width)
+        for k in range(0, K, _ROWS_PACKED):
+            end = min(k + _ROWS_PACKED, K)
+            columns = min(width, n_end - j)
+            for c in range(columns):
+                row = B[j + c]
+                for i in range(k, end):
+                    panel_rows[i, c] = row[i]
+            for i in range(k, end):
+                for c in range(columns, width):
+                    panel_rows[i, c] = 0
 
 
 def column_sums(a: Array) -> Array:
