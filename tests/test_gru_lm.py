@@ -11,7 +11,7 @@ import pytest
 from gru_ref import GRULM, Backend, config
 from gru_ref.config import ModelConfig
 from gru_ref.errors import ConfigError
-from gru_ref.models import padded_vocab, parameter_shapes
+from gru_ref.models import gru_lm, padded_vocab, parameter_shapes
 from gru_ref.ops import cross_entropy
 
 SMALL = ModelConfig(layers=2, hidden=6, embedding=4, vocab_size=11, vocab_padding=8, dropout=0.3)
