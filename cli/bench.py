@@ -64,7 +64,7 @@ def command(
     from gru_ref.bench._settings import Settings
     from gru_ref.cli._terminal import signals_end_it
     from gru_ref.errors import UsageError
-    from gru_ref.training.loop import available_cores
+    from gru_ref.threads import available_cores
 
     if as_json and markdown:
         raise UsageError("--json and --markdown contradict each other; give one")
