@@ -26,7 +26,7 @@ from gru_ref.models import padded_vocab, split_evenly
 from gru_ref.ops.matmul import round_to
 from gru_ref.types import Array
 
-TIME_SLICES, SLICE_TOKENS = 8, 1024
+TIME_SLICES, SLICE_TOKENS = 8, 2048
 """A window of T steps and B sequences is cut into T·B/SLICE_TOKENS slices, at most TIME_SLICES, at least 1.
 
 A product over the rows of a whole window and the sum of products over its slices differ in their last bits.

@@ -31,8 +31,8 @@ def memory(config: Config) -> dict[str, int]:
     """Bytes that a training step holds at once, by purpose; see `activation_floats` of the model.
 
     Activations are what forward keeps for backward, workspace is what the peak needs beside them. The
-    optimizer needs four temporaries of the size of what it updates, the matrices and then the rest, but only
-    after the activations are gone. Copies rounded to fp16 or bf16, and dropout's, are not counted.
+    optimizer's definition needs four temporaries of the size of what it updates, the matrices and then the
+    rest, but only after the activations are gone; its twin needs none. Copies rounded to fp16 or bf16, and dropout's, are not counted.
     """
     rows = parameters(config)
     n = sum(row.count for row in rows)
@@ -42,12 +42,13 @@ def memory(config: Config) -> dict[str, int]:
     largest_update = max(
         sum(row.count for row in rows if row.decayed is decayed) for decayed in (True, False)
     )
+    temporaries = 0 if config.run.kernels == "numba" else 4 * largest_update
     return {
         "parameters": 4 * n,
         "gradients": 4 * n,
         "moments": 8 * n,
         "activations": 4 * kept,
-        "workspace": 4 * (max(peak, 4 * largest_update) - kept),
+        "workspace": 4 * (max(peak, temporaries) - kept),
     }
 
 
