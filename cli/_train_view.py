@@ -186,6 +186,9 @@ class TrainView:
             f"({event['in_a_row']} in a row){lowered}"
         )
 
+    def _on_failed(self, event: Event) -> None:
+        """The error that ends the run says it."""
+
     def _on_stopped(self, event: Event) -> None:
         self.line(f"stopping after step {event['step']} ({event['reason']})")
 

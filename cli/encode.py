@@ -1,11 +1,16 @@
 """`gru-ref encode`: text files into one encoded corpus. The work is done by gru_ref.data.corpus."""
 
+import contextlib
 import json
 import sys
 import time
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from gru_ref.data.corpus import Progress
 
 
 @click.command("encode")
@@ -57,28 +62,12 @@ def command(
     F is a text file, a .jsonl or .parquet file of records, one of them packed as .gz, a folder, or - for
     standard input. A text file or a record is a document; a separator token stands between two.
     """
-    from rich import progress as rich
-    from rich.console import Console
-
     from gru_ref.cli._terminal import signals_end_it
     from gru_ref.data.corpus import encode_files
     from gru_ref.threads import available_cores
 
     start = time.perf_counter()
-    is_terminal = sys.stderr.isatty()
-    name = rich.TextColumn("{task.description}")
-    figures = (rich.DownloadColumn(), rich.TransferSpeedColumn(), rich.TimeElapsedColumn())
-    columns = (name, rich.BarColumn(), *figures, rich.TimeRemainingColumn())
-    bar = rich.Progress(*columns, console=Console(stderr=True), transient=True, disable=not is_terminal)
-    if train_bpe and not is_terminal:
-        click.echo(f"gru-ref: making a vocabulary of {train_bpe:,} tokens, which may take a while", err=True)
-    with signals_end_it(), bar:
-        task = bar.add_task("encode", total=None)
-
-        def show(done: int, total: int) -> None:
-            what = "encode" if total else "making the vocabulary"
-            bar.update(task, completed=done, total=total or None, description=what)
-
+    with signals_end_it(), _progress_shown(train_bpe) as show:
         facts = encode_files(
             files,
             output,
@@ -96,6 +85,30 @@ def command(
     facts["seconds"] = seconds
     facts["mb_per_second"] = sum(source["bytes"] for source in facts["sources"]) / seconds / 1e6
     click.echo(json.dumps(facts) if as_json else _line(facts))
+
+
+@contextlib.contextmanager
+def _progress_shown(train_bpe: int | None) -> Iterator["Progress | None"]:
+    """A bar on a terminal; elsewhere one line where it may take long, and no time spent on loading rich."""
+    if not sys.stderr.isatty():
+        if train_bpe:
+            line = f"gru-ref: making a vocabulary of {train_bpe:,} tokens, which may take a while"
+            click.echo(line, err=True)
+        yield None
+        return
+    from rich import progress as rich
+    from rich.console import Console
+
+    figures = (rich.DownloadColumn(), rich.TransferSpeedColumn(), rich.TimeElapsedColumn())
+    columns = (rich.TextColumn("{task.description}"), rich.BarColumn(), *figures, rich.TimeRemainingColumn())
+    with rich.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("encode", total=None)
+
+        def show(done: int, total: int) -> None:
+            what = "encode" if total else "making the vocabulary"
+            bar.update(task, completed=done, total=total or None, description=what)
+
+        yield show
 
 
 def _tokenizer(name: str | None, vocab: str, train_bpe: int | None) -> str:

@@ -1,5 +1,6 @@
 """Reading text and encoded corpora: what comes in, and one clear line for everything that cannot."""
 
+import errno
 import gzip
 import hashlib
 import io
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -286,6 +288,65 @@ def test_progress_counts_bytes(text: str, tmp_path: Path, monkeypatch: pytest.Mo
     seen: list[tuple[int, int]] = []
     encode_files([text], tmp_path / "c.h5", progress=lambda done, total: seen.append((done, total)))
     assert seen == [(min(500 * i, len(TEXT)), len(TEXT)) for i in range(1, -(-len(TEXT) // 500) + 1)]
+
+
+@pytest.mark.parametrize("tokenizer", ["ascii100", "bytes"])
+def test_the_file_is_the_same_for_any_block_size_and_whether_its_length_was_known(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: str
+) -> None:
+    """Plain text is written in place; of a packed one, how long it is shows only at the end."""
+    other = tmp_path / "other.txt"
+    other.write_bytes(bytes(range(256)) * 9)
+    files = [text, str(other), text]
+    encode_files(files, tmp_path / "a.h5", tokenizer)
+    first = (tmp_path / "a.h5").read_bytes()
+    for where in (module, sources):
+        monkeypatch.setattr(where, "CHUNK", 700)
+    encode_files(files, tmp_path / "b.h5", tokenizer)
+    assert (tmp_path / "b.h5").read_bytes() == first
+    monkeypatch.setattr(module, "_known_count", lambda *arguments: None)
+    encode_files(files, tmp_path / "c.h5", tokenizer)
+    assert (tmp_path / "c.h5").read_bytes() == first
+    expected = get_tokenizer(tokenizer)
+    separator = np.array([expected.separator_id], expected.dtype)
+    parts = [separator if n % 2 else expected.encode(Path(files[n // 2]).read_bytes()) for n in range(5)]
+    corpus = load_corpus([str(tmp_path / "a.h5")])
+    np.testing.assert_array_equal(corpus.tokens, np.concatenate(parts))
+    assert corpus.sources[1]["md5"] == hashlib.md5(other.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("change", [b"", b"more" * 500])
+def test_a_file_that_changes_while_it_is_read_is_refused(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: bytes
+) -> None:
+    Path(text).write_bytes(TEXT * 100)
+    for where in (module, sources):
+        monkeypatch.setattr(where, "CHUNK", 500)
+
+    def meddle(done: int, total: int) -> None:
+        with open(text, "ab" if change else "wb") as file:
+            file.write(change)
+
+    with pytest.raises(DataError, match=r"text\.txt: changed while it was read"):
+        encode_files([text], tmp_path / "c.h5", progress=meddle)
+    assert os.listdir(tmp_path) == ["text.txt"]
+
+
+def test_an_error_of_the_disk_while_it_is_written_is_not_lost(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system tells it once: to the fsync beside the writing, and not to the last one again."""
+    told = []
+
+    def fsync(descriptor: int) -> None:
+        if not told:
+            told.append(descriptor)
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(RunError, match=r"c\.h5: cannot be written: Input/output error"):
+        encode_files([text], tmp_path / "c.h5", progress=lambda done, total: time.sleep(0.2))
+    assert os.listdir(tmp_path) == ["text.txt"]
 
 
 def test_an_existing_file_is_only_replaced_when_asked(text: str, encoded: Path) -> None:

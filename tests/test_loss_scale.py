@@ -205,6 +205,22 @@ def test_a_run_finds_its_scale_however_many_steps_it_takes(tiny, tmp_path, kind)
     assert (scalars["skipped"], scalars["skipped_in_a_row"]) == (len(lowered), 0)
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "gru-lm"])
+def test_a_row_says_what_a_checkpoint_after_its_step_holds(tiny, tmp_path, kind):
+    """Before the scale grows, after it has, and behind skipped steps; one row a step, all the same."""
+    run = train(tiny(kind, train__checkpoint_every=1), tmp_path / "run").path
+    metrics = rows(run)
+    assert [row["step"] for row in metrics] == list(range(1, 9))
+    for row in metrics:
+        scalars = load_checkpoint(checkpoint_at(run, row["step"])).trainer
+        for key in ("step", "tokens", "skipped", "loss_scale", "loss_scale_good_steps"):
+            assert row[key] == scalars[key]
+    assert {row["loss_scale_good_steps"] for row in metrics} == {0, 1, 2}
+    events = [row for row in rows(run, "events") if row["event"] == "skipped"]
+    assert [event["skipped"] for event in events] == list(range(1, metrics[-1]["skipped"] + 1))
+    assert events
+
+
 @pytest.mark.parametrize("stop", [1, 3, 4, 7])
 def test_the_scale_its_counter_and_the_skips_are_gone_on_with(tiny, tmp_path, stop):
     """R01: doubled every 3 steps, so each stop is at another count; the next overflow comes as before."""
@@ -235,6 +251,9 @@ def test_a_run_that_is_really_not_finite_ends(tiny, tmp_path, monkeypatch):
     with pytest.raises(RunError, match=r"steps in a row were not finite .last: gradient of ln_f\.weight"):
         train(tiny(train__loss_scale=8.0), tmp_path / "run")
     assert skipped(tmp_path / "run") == [4, 2, 1, None]
+    last = rows(tmp_path / "run", "events")[-1]
+    assert (last["event"], last["step"], last["skipped"], last["loss_scale"]) == ("failed", 0, 4, 1)
+    assert last["reason"] == "4 steps in a row were not finite (last: gradient of ln_f.weight)"
 
 
 def test_the_precision_may_change_on_resume_and_the_scale_comes_and_goes_with_it(tiny, tmp_path):

@@ -21,12 +21,15 @@ finds damage, not tampering.
 """
 
 import contextlib
+import functools
 import hashlib
 import io
 import json
 import os
+import shutil
 import struct
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -37,7 +40,7 @@ import numpy as np
 
 from gru_ref.data import bpe, bpe_training
 from gru_ref.data.parallel import Batch, encode_batches
-from gru_ref.data.sources import CHUNK, Reading, Source, find_sources, md5, reading
+from gru_ref.data.sources import CHUNK, MD5Beside, Reading, Source, find_sources, md5, reading
 from gru_ref.data.tokenizers import Ascii100, Tokenizer, get_tokenizer
 from gru_ref.errors import DataError, RunError
 from gru_ref.temporaries import remove_stale_of, temporary_path
@@ -259,7 +262,7 @@ def _batches(
 
 
 def _encode_into(
-    target: BinaryIO,
+    target: "BinaryIO | _Tokens",
     sources: list[Source],
     tokenizer: Tokenizer,
     text_field: str = "text",
@@ -269,20 +272,18 @@ def _encode_into(
     """Write the tokens to `target`; returns the sources' facts, unknown tokens and the fingerprint."""
     total = sum(source.size for source in sources)
     workers = min(workers, -(-total // WORTH_A_PROCESS)) if isinstance(tokenizer, bpe.BPE) else 1
-    digest = md5(tokenizer.fingerprint().encode())
     facts: list[dict[str, Any]] = []
     unknown = 0
     batches = _batches(sources, tokenizer, text_field, facts)
-    with ThreadPoolExecutor(1) as pool:  # md5 is slow, so it runs beside the writing
+    with MD5Beside(tokenizer.fingerprint().encode()) as hashing:
         for tokens, done in encode_batches(tokenizer, batches, workers):
-            hashing = pool.submit(digest.update, tokens)
+            hashing.update(tokens)
             target.write(tokens.data)
             if tokenizer.unknown_id is not None:
                 unknown += int(np.count_nonzero(tokens == tokenizer.unknown_id))
-            hashing.result()
             if progress:
                 progress(done, total)
-    return facts, unknown, digest.hexdigest()
+    return facts, unknown, hashing.digest.hexdigest()
 
 
 # Encoded files ---------------------------------------------------------------------------------------------
@@ -301,18 +302,25 @@ def _write_h5(
     temporary = temporary_path(output)
     remove_stale_of(output)
     try:
-        # How many tokens there are is known only when all are made, and the dataset must be contiguous.
-        with (
-            tempfile.TemporaryFile(dir=output.parent) as made,
-            h5py.File(temporary, "w", libver="v110") as file,
-        ):
-            read, unknown, digest = _encode_into(made, sources, tokenizer, text_field, workers, progress)
-            count = made.tell() // tokenizer.dtype.itemsize
-            tokens = file.create_dataset("tokens", (count,), tokenizer.dtype)
-            made.seek(0)
-            for start in range(0, count, CHUNK):
-                block = made.read(CHUNK * tokenizer.dtype.itemsize)
-                tokens[start : start + CHUNK] = np.frombuffer(block, tokenizer.dtype)
+        with h5py.File(temporary, "w", libver="v110") as file:
+            encode = functools.partial(
+                _encode_into,
+                sources=sources,
+                tokenizer=tokenizer,
+                text_field=text_field,
+                workers=workers,
+                progress=progress,
+            )
+            count = _known_count(sources, tokenizer)
+            if count is not None:
+                with _synced_meanwhile(temporary):
+                    read, unknown, digest = encode(_Tokens(file, count, tokenizer.dtype))
+            else:
+                with tempfile.TemporaryFile(dir=output.parent) as made:
+                    read, unknown, digest = encode(made)
+                    count = made.tell() // tokenizer.dtype.itemsize
+                    made.seek(0)
+                    shutil.copyfileobj(made, _Tokens(file, count, tokenizer.dtype), 2 * CHUNK)
             if definition := tokenizer.definition():
                 file.create_dataset(
                     "tokenizer", data=np.bytes_(json.dumps(definition, sort_keys=True).encode())
@@ -336,6 +344,48 @@ def _write_h5(
     finally:
         temporary.unlink(missing_ok=True)
     return facts
+
+
+def _known_count(sources: list[Source], tokenizer: Tokenizer) -> int | None:
+    """How many tokens there will be, where every byte is one; None where only encoding tells.
+
+    The dataset must be contiguous, so it cannot grow.
+    """
+    if tokenizer.name not in ("ascii100", "bytes") or any(s.kind or s.is_packed for s in sources):
+        return None
+    return sum(source.size for source in sources) + len(sources) - 1  # with the separators
+
+
+class _Tokens:
+    """The dataset /tokens of an HDF5 file, written from its start to its end."""
+
+    def __init__(self, file: Any, count: int, dtype: np.dtype[Any]) -> None:
+        self._dataset = file.create_dataset("tokens", (count,), dtype)
+        self._done = 0
+
+    def write(self, data: Any) -> None:
+        """Write whole tokens behind those written before."""
+        tokens = np.frombuffer(data, self._dataset.dtype)
+        self._dataset[self._done : self._done + len(tokens)] = tokens
+        self._done += len(tokens)
+
+
+@contextlib.contextmanager
+def _synced_meanwhile(path: Path) -> Iterator[None]:
+    """Bring what is written to a file to the disk again and again, so that little is left for the end."""
+    ended = threading.Event()
+
+    def sync() -> None:
+        while not ended.wait(0.02):
+            _sync(path)
+
+    with ThreadPoolExecutor(1) as pool:
+        syncing = pool.submit(sync)
+        try:
+            yield
+        finally:
+            ended.set()
+    syncing.result()  # an error that was raised there is not raised again by another fsync
 
 
 def _sync(path: Path) -> None:

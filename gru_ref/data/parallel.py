@@ -30,6 +30,8 @@ def encode_batch(tokenizer: Tokenizer, batch: Batch) -> Array:
     if None in batch and tokenizer.separator_id is None:
         raise DataError(f"tokenizer '{tokenizer.name}' has no token to put between documents; give one only")
     separator = np.array([tokenizer.separator_id or 0], tokenizer.dtype)
+    if len(batch) == 1 and batch[0] is not None:
+        return tokenizer.encode(batch[0])  # without a copy
     return np.concatenate([separator if piece is None else tokenizer.encode(piece) for piece in batch])
 
 

@@ -24,8 +24,9 @@ import stat
 import sys
 import tempfile
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
@@ -65,6 +66,32 @@ def md5(data: bytes = b"") -> Any:
     return hashlib.md5(data, usedforsecurity=False)
 
 
+class MD5Beside:
+    """A running md5 in a thread of its own, at most LAG blocks behind; use it as a context manager.
+
+    What is given to `update` must not change any more. Once the context has ended, `digest` is complete.
+    """
+
+    LAG = 4
+
+    def __init__(self, data: bytes = b"") -> None:
+        self.digest = md5(data)
+        self._pool = ThreadPoolExecutor(1)
+        self._behind: deque[Future[None]] = deque()
+
+    def update(self, block: Any) -> None:
+        """Hash this block some time."""
+        self._behind.append(self._pool.submit(self.digest.update, block))
+        if len(self._behind) > self.LAG:
+            self._behind.popleft().result()
+
+    def __enter__(self) -> "MD5Beside":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._pool.shutdown()
+
+
 @contextlib.contextmanager
 def reading(label: str) -> Iterator[None]:
     """Turn what reading a file raises into one line with its name."""
@@ -86,7 +113,7 @@ class Reading:
     def __init__(self, source: Source, segments: Segments, field: str) -> None:
         self.source, self.segments, self.field = source, segments, field
         self.done = self.documents = self.bytes = 0
-        self._md5 = md5()
+        self._md5 = MD5Beside()
 
     def __iter__(self) -> Iterator[bytes | None]:
         kinds = {".jsonl": self._lines, ".parquet": self._rows, "": self._text}
@@ -99,20 +126,21 @@ class Reading:
 
     def facts(self) -> dict[str, Any]:
         """name, bytes and md5 of what was read, as JSON takes it; of records also how many documents."""
-        facts = {"name": self.source.name, "bytes": self.bytes, "md5": self._md5.hexdigest()}
+        facts = {"name": self.source.name, "bytes": self.bytes, "md5": self._md5.digest.hexdigest()}
         return {**facts, "documents": self.documents} if self.source.kind else facts
 
     def _blocks(self) -> Iterator[bytes]:
-        """The unpacked bytes of the file, hashed in a thread beside what is done with them."""
+        """The unpacked bytes of the file, hashed beside what is done with them; none beyond its size."""
         size = self.source.size
-        with self.source.open() as raw, ThreadPoolExecutor(1) as pool:
+        with self.source.open() as raw, self._md5:
             stream: Any = gzip.GzipFile(fileobj=raw) if self.source.is_packed else raw
-            while self.done <= size and (block := stream.read(CHUNK)):
-                hashing = pool.submit(self._md5.update, block)
-                self.bytes += len(block)
+            while block := stream.read(CHUNK):
                 self.done = raw.tell()
+                if self.done > size:
+                    break
+                self._md5.update(block)
+                self.bytes += len(block)
                 yield block
-                hashing.result()
             self.done = raw.tell()
         if self.done != size:
             raise DataError(

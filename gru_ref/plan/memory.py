@@ -32,7 +32,8 @@ def memory(config: Config) -> dict[str, int]:
 
     Activations are what forward keeps for backward, workspace is what the peak needs beside them. The
     optimizer's definition needs four temporaries of the size of what it updates, the matrices and then the
-    rest, but only after the activations are gone; its twin needs none. Copies rounded to fp16 or bf16, and dropout's, are not counted.
+    rest, but only after the activations are gone; its twin needs none. Copies rounded to fp16 or bf16, and
+    dropout's, are not counted.
     """
     rows = parameters(config)
     n = sum(row.count for row in rows)

@@ -300,6 +300,7 @@ class _Loop:
             "skipped",
             step=trainer.step + 1,
             nonfinite=culprit,
+            skipped=trainer.skipped,
             in_a_row=trainer.skipped_in_a_row,
             loss_scale=trainer.loss_scale.value if trainer.loss_scale and lowered else None,
         )
@@ -309,6 +310,9 @@ class _Loop:
             )
 
     def _giving_up(self, problem: str) -> RunError:
+        trainer = self.trainer
+        scale = None if trainer.loss_scale is None else trainer.loss_scale.value
+        self._event("failed", step=trainer.step, reason=problem, skipped=trainer.skipped, loss_scale=scale)
         return RunError(
             f"{problem}; stopped after step {self.trainer.step}. The last good checkpoint is {self.saved}; "
             "a lower schedule.lr or train.clip_norm may help"

@@ -33,7 +33,7 @@ class LossScale:
         return True
 
     def scalars(self) -> dict[str, int | float]:
-        """What a checkpoint holds, and a row of metrics.jsonl."""
+        """What a checkpoint after a step holds, and the row of that step: the scale of the next one."""
         return {"loss_scale": self.value, "loss_scale_good_steps": self.good_steps}
 
     def restore(self, scalars: dict[str, int | float]) -> None:

@@ -2,7 +2,7 @@
 
     config.toml                         the resolved configuration
     metrics.jsonl                       one row a step
-    events.jsonl                        what happened: evaluations, checkpoints, skipped steps, resumes
+    events.jsonl                        what happened: evaluations, checkpoints, skipped steps, resumes, …
     samples.jsonl                       generated text
     checkpoints/step-00001000.h5        with .md5 beside it
     checkpoints/set-aside/run-001/      those after the checkpoint that a resume was told to go on from
@@ -12,6 +12,10 @@
 Lines are valid JSON always (null, not NaN). A line torn by a crash is dropped on resume, and so are the rows
 after the checkpoint that the run goes on from. A run that was killed before its first checkpoint has nothing
 to go on from: a new one may take its directory.
+
+A row of metrics.jsonl has the counts, and in fp16 the loss scale, of a checkpoint after its step. An attempt
+that was skipped has no row, because no step was made: it is the event `skipped`, and the next row counts it.
+Where no step follows, because too many were skipped in a row, the event `failed` has the count.
 """
 
 import contextlib

@@ -164,7 +164,7 @@ class Trainer:
         return self.cursor >= total_windows(self.config, self.data.train)
 
     def advance(self) -> tuple[dict[str, Any], StepResult]:
-        """One step; returns its row of metrics.jsonl and its result.
+        """One step; returns its row of metrics.jsonl, with the counts after it, and its result.
 
         A non-finite step changes no weight, no moment and no step number. The batch is consumed all the
         same: tried again, it would give the same numbers.
@@ -175,7 +175,6 @@ class Trainer:
         lr = learning_rate(self.config.schedule, self.step + 1, self.total_steps)
         state = self._carried_state() if config.carry_state else None
         micro_batches = self._next_micro_batches()
-        scale = {} if self.loss_scale is None else self.loss_scale.scalars()  # that this step is made with
         result = train_step(
             self.model,
             self.optimizer,
@@ -215,7 +214,7 @@ class Trainer:
             "seconds": seconds,
             "epoch": epoch,
             "skipped": self.skipped,
-            **scale,
+            **({} if self.loss_scale is None else self.loss_scale.scalars()),
         }
         return row, result
 
