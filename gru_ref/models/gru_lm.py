@@ -178,7 +178,7 @@ class GRULM:
         dropout_step: the number of this micro-batch while training; None leaves dropout out. segments:
         backward computes all but the last of so many parts of the window again, to the same bits.
         """
-        grouped = segments_of(*ids.shape, segments)
+        grouped = segments_of(ids.shape[0], ids.shape[1], segments)
         weights = self._rounded_weights()
         x = np.empty((*ids.shape, self.config.hidden), self.arena.dtype)
         h, kept = state, []

@@ -21,7 +21,7 @@ from numba.extending import overload, register_jitable
 from gru_ref.kernels.numba_cpu._compile import compiled
 from gru_ref.types import Array
 
-_CONTRACT: dict[str, Any] = {"error_model": "numpy", "fastmath": {"contract"}}
+_CONTRACT: Any = {"error_model": "numpy", "fastmath": {"contract"}}
 """a·b + c as one fused multiply-add: half the instructions, and rounded once."""
 _LOG2_E = np.float32(1.4426950408889634)
 # ln 2 in two parts, the first with 9 bits, so that its product with a small whole number is exact

@@ -26,6 +26,7 @@ from numba.extending import intrinsic
 from gru_ref.kernels.numba_cpu._compile import OPTIONS
 from gru_ref.types import Array
 
+_config: Any = numba.config
 _FEATURES = llvm.get_host_cpu_features()
 VECTOR_BYTES = 64 if _FEATURES.get("avx512f") else 32 if _FEATURES.get("avx2") else 16
 ROWS = 8 if VECTOR_BYTES == 64 else 4
@@ -62,7 +63,7 @@ def _make_tile(rows: int) -> Callable[..., None]:
                 )
             out += total
 
-    if numba.config.DISABLE_JIT:
+    if _config.DISABLE_JIT:
         return _plain_tile
 
     @intrinsic
@@ -152,17 +153,24 @@ def _emit(rows: int, context: Any, builder: Any, signature: Any, args: Any) -> A
     return context.get_dummy_value()
 
 
-@intrinsic
-def keep_apart(typing: Any) -> Any:
-    """Called in a kernel's helper, it keeps LLVM from copying that helper into each place that calls it."""
+def _make_keep_apart() -> Any:
+    """keep_apart(), called in a helper of kernels, keeps LLVM from copying that helper to every caller."""
+    if _config.DISABLE_JIT:
+        return lambda: None
 
     def add_attribute(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.function.attributes.add("noinline")
         return context.get_dummy_value()
 
-    return types.void(), add_attribute
+    @intrinsic
+    def keep_apart(typing: Any) -> Any:
+        return types.void(), add_attribute
+
+    made: Any = keep_apart
+    return made
 
 
+keep_apart = _make_keep_apart()
 _tile_1, _tile_2, _tile_4, _tile_rows = (_make_tile(rows) for rows in (1, 2, 4, ROWS))
 
 

@@ -71,7 +71,7 @@ def _apply(x: Array, p: float, seed: int, step: int, layer: int, start: int) -> 
 
 
 @numba.njit(**OPTIONS)
-def _block(key_0: int, key_1: int, layer: int, step: int, index: int) -> tuple[int, int, int, int]:
+def _block(key_0: int, key_1: int, layer: int, step: int, index: int) -> tuple[Any, Any, Any, Any]:
     """The four draws of index 4·index … 4·index + 3: ten rounds of Philox4x32."""
     low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
     c0, c1, c2, c3 = np.uint64(index), np.uint64(layer), np.uint64(step), np.uint64(random.DROPOUT)
