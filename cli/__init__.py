@@ -5,7 +5,7 @@ here, in one place, an error becomes one line on standard error and an exit code
 """
 
 import contextlib
-import difflib
+import functools
 import importlib
 import os
 import pkgutil
@@ -28,6 +28,8 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         modules = self._modules()
         if cmd_name not in modules:
+            import difflib  # for mistakes only, so that --help need not wait for it
+
             near = difflib.get_close_matches(cmd_name, modules, n=1)
             hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(sorted(modules))}"
             raise click.UsageError(f"no command '{cmd_name}'; {hint}")
@@ -35,6 +37,7 @@ class _Commands(click.Group):
         return command
 
     @staticmethod
+    @functools.cache
     def _modules() -> dict[str, str]:
         """Each command's name with that of its file."""
         names = (module.name for module in pkgutil.iter_modules(__path__))

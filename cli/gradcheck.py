@@ -1,6 +1,5 @@
 """`gru-ref gradcheck`: hand-written gradients against finite differences (gru_ref.gradient_check)."""
 
-import dataclasses
 import json
 import math
 import sys
@@ -53,6 +52,8 @@ def command(ctx: click.Context, names: tuple[str, ...], kernels: str, seed: int,
 
 def _row(result: "GradcheckResult") -> dict[str, Any]:
     """The result for JSON, which has no infinity: `worst` is null where a gradient is not finite."""
+    import dataclasses
+
     return dataclasses.asdict(result) | {"worst": result.worst if math.isfinite(result.worst) else None}
 
 

@@ -1,22 +1,19 @@
 """`gru-ref plot`: the curves of runs as a figure. The work is done by gru_ref.report.curves."""
 
-from pathlib import Path
-
 import click
 
 
 @click.command("plot")
-@click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path(path_type=Path))
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...")
 @click.option(
     "-o",
     "--output",
     required=True,
     metavar="FILE",
-    type=click.Path(path_type=Path),
     help="The figure to write or replace: .svg, .png or .pdf.",
 )
 @click.option("--title", help="A heading above the runs.")
-def command(runs: tuple[Path, ...], output: Path, title: str | None) -> None:
+def command(runs: tuple[str, ...], output: str, title: str | None) -> None:
     """Draw the curves of one or several runs over each other.
 
     RUN is a directory that train --out wrote; it may still be running. Needs the extra gru-ref[report].

@@ -1,10 +1,8 @@
 """`gru-ref verify`: is a checkpoint what was written? The work is done by gru_ref.checkpoint."""
 
 import json
-import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -12,6 +10,8 @@ import click
 from gru_ref.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.console import Console
 
     from gru_ref.checkpoint.verify import TensorReport, VerifyReport
@@ -31,7 +31,7 @@ def command(paths: tuple[str, ...], as_json: bool, quiet: bool) -> None:
     """
     if as_json and quiet:
         raise UsageError("--json and --quiet contradict each other; give one")
-    files = [file for path in paths for file in _checkpoints(Path(path))]
+    files = [file for path in paths for file in _checkpoints(path)]
     from rich.console import Console
 
     from gru_ref.checkpoint.verify import verify_checkpoint
@@ -56,14 +56,17 @@ def command(paths: tuple[str, ...], as_json: bool, quiet: bool) -> None:
         raise CheckpointError(f"{failed[0].path}: {failed[0].problems[0]} ({more})")
 
 
-def _checkpoints(path: Path) -> Iterator[Path]:
+def _checkpoints(name: str) -> "Iterator[Path]":
     """The file itself, or the checkpoints of a run directory in the order of their steps."""
-    if os.path.isdir(path):
+    from pathlib import Path
+
+    path = Path(name)
+    if path.is_dir():
         files = sorted(path.glob("checkpoints/*.h5"))
         if not files:
             raise UsageError(f"{path}: not a run directory: no checkpoints/*.h5; name a run or a file")
         yield from files
-    elif os.path.exists(path):
+    elif path.exists():
         yield path
     else:
         raise UsageError(f"{path}: no such file; name a checkpoint or a run directory")

@@ -86,3 +86,18 @@ def test_a_key_outside_its_table_and_a_byte_order_mark_in_toml(tmp_path, capsys)
     (tmp_path / "a.toml").write_text("\ufeffsteps = 3\n")
     assert cli.run(["train", str(tmp_path / "a.toml")]) == 2
     assert "'steps' belongs in a table; write train.steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["import gru_ref", "from gru_ref import cli; cli.run(['--help'])"])
+def test_help_and_the_bare_import_load_nothing_that_takes_long(what):
+    """They must be there in 0.15 s: of others' packages click only, and of Python's own none of the large."""
+    slow = "numpy numba h5py rich psutil threadpoolctl matplotlib tokenizers asyncio concurrent.futures "
+    slow += "dataclasses difflib multiprocessing pathlib subprocess tomllib"
+    code = f"""
+import sys
+before = set(sys.modules)  # an editable installation brings some
+{what}
+sys.exit(' '.join(sorted({set(slow.split())} & (sys.modules.keys() - before))) or 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
