@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -129,6 +128,8 @@ def _measure(name: str, settings: "Settings", report: dict[str, Any]) -> None:
 
 def _run(command: list[str], environment: dict[str, str]) -> tuple[int, str, str]:
     """Exit code, output and errors; what ends this process ends that one, and those that it started."""
+    import subprocess
+
     from gru_ref.cli._terminal import signals_end_it
 
     with (
