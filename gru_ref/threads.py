@@ -50,8 +50,10 @@ def count() -> int:
 
 @contextlib.contextmanager
 def limited(threads: int, *, pool: bool = True) -> Iterator[None]:
-    """Within it, twins use this many threads, and BLAS as many, or one where `pool` says that twins do the
-    work. 0 means all cores."""
+    """Within it, twins use this many threads, 0 for all cores, and BLAS one.
+
+    pool: whether twins do the work; where they do not, BLAS has as many threads instead.
+    """
     global _count
     before, _count = _count, threads or available_cores()
     try:
