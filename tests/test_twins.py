@@ -6,7 +6,10 @@ What a single twin promises beyond that stands in tests/test_backend.py.
 import functools
 import inspect
 import json
+import os
 import pkgutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -141,24 +144,39 @@ def test_twins_take_views_that_are_strided_and_read_only(op, twins):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("M", "K", "N"), [(1, 1, 1), (3, 300, 1151), (33, 257, 100), (64, 17, 49), (9, 512, 48)]
+    ("M", "K", "N"), [(1, 1, 1), (3, 300, 1151), (33, 257, 100), (64, 17, 49), (9, 512, 48), (21, 9, 72)]
 )
 def test_both_matrix_products_are_right_for_awkward_sizes_and_layouts(M, K, N, dtype):
     rng = np.random.default_rng(0)
     a, b = rng.standard_normal((M, K)).astype(dtype), rng.standard_normal((K, N)).astype(dtype)
+    wide = _product.whole_vectors(N, a.itemsize)
+    row = np.zeros(wide, dtype)
+    row[:N] = rng.standard_normal(N)
     exact = a.astype(np.float64) @ b.astype(np.float64)
+    tolerance = 4 * K * np.finfo(dtype).eps * (np.abs(exact).max() + np.abs(row).max())
     for left in (a, np.asfortranarray(a)):
         for right in (b, np.asfortranarray(b)):
-            c = np.zeros((M, _product.whole_panels(N, a.itemsize)), dtype)
-            _run_multiply(left, _product.packed(right), c)
-            for actual in (_product.product(left, right), c[:, :N]):
-                assert np.abs(actual - exact).max() <= 4 * K * np.finfo(dtype).eps * np.abs(exact).max()
+            assert np.abs(_product.product(left, right) - exact).max() <= tolerance
+            panels = _product.packed(right)
+            c = np.full((M, wide), np.nan, dtype)
+            _run_multiply(left, panels, row, c, N)
+            assert np.abs(c[:, :N] - exact - row[:N]).max() <= tolerance
+            some = np.full((M, wide), np.nan, dtype)
+            _run_multiply(left, panels, row, some, N // 2)
+            assert np.array_equal(some[:, : N // 2], c[:, : N // 2])
+            _run_multiply_add(left, panels, c)
+            assert np.abs(c[:, :N] - 2 * exact - row[:N]).max() <= 2 * tolerance
     assert np.array_equal(_product.product(a, b, a[0, :1].repeat(N)), _product.product(a, b) + a[0, 0])
 
 
+@_compile.compiled("T[:, :], T[::1], T[::1], T[:, ::1], intp")
+def _run_multiply(a, panels, row, c, columns):
+    _product.multiply(a, panels, a.shape[1], row, c, columns)
+
+
 @_compile.compiled("T[:, :], T[::1], T[:, ::1]")
-def _run_multiply(a, panels, c):
-    _product.multiply(a, panels, a.shape[1], c)
+def _run_multiply_add(a, panels, c):
+    _product.multiply_add(a, panels, a.shape[1], c)
 
 
 @pytest.mark.parametrize(
@@ -219,3 +237,23 @@ def test_every_option_of_accuracy_is_one_of_the_example():
     for op, sizes in accuracy.SIZES.items():
         parameters = inspect.signature(getattr(ops, op).example).parameters
         assert "options" in parameters or sizes.keys() <= parameters.keys()
+
+
+def test_without_compiling_the_loops_written_for_llvm_are_the_same_in_python():
+    """NUMBA_DISABLE_JIT=1, which a reader with a debugger sets."""
+    script = """
+import numpy as np
+from gru_ref.kernels.numba_cpu import attention_blocked as twin, gru as gru_twin
+from gru_ref.ops import attention_blocked, gru
+rng = np.random.default_rng(0)
+q, k, v, dy = (rng.standard_normal((9, 2, 2, 10)) for _ in range(4))
+w = [rng.standard_normal(shape) for shape in ((27, 7), (27, 9), 27, 27)]
+x, dh = rng.standard_normal((6, 3, 7)), rng.standard_normal((6, 3, 9))
+for a, b, inputs, back in ((twin, attention_blocked, (q, k, v), dy), (gru_twin, gru, (x, None, *w), dh)):
+    (y, cache), (y_b, cache_b) = a.forward(*inputs), b.forward(*inputs)
+    for p, z in zip((y, *a.backward(back, cache)), (y_b, *b.backward(back, cache_b))):
+        assert p is z is None or np.abs(p - z).max() < 1e-13
+"""
+    environment = os.environ | {"NUMBA_DISABLE_JIT": "1"}
+    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (0, "")

@@ -4,25 +4,27 @@
 
 `multiply` is for the few rows of a recurrence, in a kernel, where one matrix B serves every step: B is
 packed once (`packed`), and BLAS would pack it anew at each step, which costs as much as the product.
-C ← C + A·B, with A (M, K), B (K, N). Packed means that B's columns lie in panels as wide as a tile
-(_tile.py), each panel's rows one after the other, the last panel filled up with zeros. A panel's next _DEPTH
-rows stay in the first-level cache while the rows of A pass by (Goto and van de Geijn 2008). An element of C
-is the same sum in the same order whatever rows are beside it.
+C ← F + A·B, with A (M, K), B (K, N), and F C itself or a row that is added to all. Packed means that B's
+columns lie in panels as wide as a tile (_tile.py), each panel's rows one after the other, and N is rounded up
+to whole vectors, with zeros. A panel's next _DEPTH rows stay in the first-level cache while the rows of A
+pass by (Goto and van de Geijn 2008). An element of C is the same sum in the same order whatever rows are
+beside it.
 """
 
 import numba
 import numpy as np
+from numba.extending import register_jitable
 
 from gru_ref import threads
 from gru_ref.kernels.numba_cpu._compile import OPTIONS, compiled, for_kernel
-from gru_ref.kernels.numba_cpu._tile import PANEL_BYTES, panel, tiles
+from gru_ref.kernels.numba_cpu._tile import VECTOR_BYTES, copy_vectors, tiles, transpose_vectors
 from gru_ref.kernels.numba_cpu._workspace import empty
 from gru_ref.types import Array
 
-_DEPTH = 256
-"""Rows of a panel that are used together: 24 KiB of them with 32-byte vectors."""
+_DEPTH = 8192 // VECTOR_BYTES
+"""Rows of a panel that are used together: 24 KiB of them."""
 _ROWS_PACKED = 64
-"""Rows of a matrix that are packed together."""
+"""Rows of B that are packed together, as panels lie across them."""
 _SMALL = 2**17
 """Multiply-adds below which a product is not worth a second thread."""
 
@@ -51,75 +53,89 @@ def product(a: Array, b: Array, bias: Array | None = None) -> Array:
 
 def packed(b: Array) -> Array:
     """b (K, N) in panels, for `multiply`."""
+    b = for_kernel(b.T).T if b.T.flags.c_contiguous else for_kernel(b)
     K, N = b.shape
-    result = empty(whole_panels(N, b.itemsize) * K, b.dtype)
-    transposed = b.T.flags.c_contiguous
-    kernel, source = (_pack_transposed, for_kernel(b.T)) if transposed else (_pack, for_kernel(b))
-    threads.share(
-        lambda n, n_end: kernel(source, n, n_end, result), N, unit=panel(b.dtype), least=_SMALL // max(1, K)
-    )
+    result = empty(whole_vectors(N, b.itemsize) * K, b.dtype)
+    lanes = VECTOR_BYTES // b.itemsize
+    threads.share(lambda n, n_end: _pack(b, n, n_end, result), N, unit=3 * lanes, least=_SMALL // max(1, K))
     return result
 
 
 @numba.njit(**OPTIONS)
-def multiply(A: Array, P: Array, rows_of_B: int, C: Array) -> None:
-    """C ← C + A·B in a kernel: A (M, K), a packed B, whose first K rows count, C (M, N), N whole panels."""
-    M, K = A.shape
-    size = P.itemsize
-    width = PANEL_BYTES // size
-    a_row, a_k, c_row = A.strides[0] // size, A.strides[1] // size, C.strides[0] // size
-    for j in range(0, C.shape[1], width):
-        for k in range(0, K, _DEPTH):
-            p = j * rows_of_B + k * width
-            a, c = A.ctypes.data + k * a_k * size, C.ctypes.data + j * size
-            tiles(P, p, a, a_row, a_k, c, c_row, M, min(_DEPTH, K - k))
+def multiply(A: Array, P: Array, rows_of_B: int, row: Array, C: Array, columns: int) -> None:
+    """C ← row + A·B in a kernel: A (M, K), a packed B, whose first K rows count, row (N,), C (M, N).
+
+    N is B's columns in whole vectors. Only the first `columns` need to be right, and panels beyond are left.
+    """
+    _multiply(A, P, rows_of_B, row.ctypes.data, 0, C, columns)
 
 
 @numba.njit(**OPTIONS)
-def whole_panels(n: int, itemsize: int) -> int:
-    """n rounded up to whole panels: columns that nobody looks at are cheaper than tiles of other widths."""
-    width = PANEL_BYTES // itemsize
-    return -(-n // width) * width
+def multiply_add(A: Array, P: Array, rows_of_B: int, C: Array) -> None:
+    """C ← C + A·B, as `multiply`."""
+    _multiply(A, P, rows_of_B, C.ctypes.data, C.strides[0] // C.itemsize, C, C.shape[1])
+
+
+@numba.njit(**OPTIONS)
+def _multiply(A: Array, P: Array, rows_of_B: int, first: int, first_row: int, C: Array, columns: int) -> None:
+    (M, K), N = A.shape, C.shape[1]
+    size = P.itemsize
+    lanes = VECTOR_BYTES // size
+    a_row, a_k, c_row = A.strides[0] // size, A.strides[1] // size, C.strides[0] // size
+    j = 0
+    while j < columns:
+        vectors = _next_panel((N - j) // lanes)
+        f, f_row, c = first + j * size, first_row, C.ctypes.data + j * size
+        for k in range(0, K, _DEPTH):
+            p, a = j * rows_of_B + k * vectors * lanes, A.ctypes.data + k * a_k * size
+            tiles(P, p, vectors, a, a_row, a_k, f, f_row, c, c_row, M, min(_DEPTH, K - k))
+            f, f_row = c, c_row
+        j += vectors * lanes
+
+
+@register_jitable(**OPTIONS)
+def whole_vectors(n: int, itemsize: int) -> int:
+    """n rounded up to whole vectors, two at least: columns that nobody looks at."""
+    lanes = VECTOR_BYTES // itemsize
+    return max(2, -(-n // lanes)) * lanes
+
+
+@register_jitable(**OPTIONS)
+def _next_panel(left: int) -> int:
+    """How many of the vectors that are left are the next panel: 3, or 2 where 3 would leave one alone."""
+    return 3 if left == 3 or left > 4 else 2
 
 
 @numba.njit(**OPTIONS)
 def pack(B: Array, n: int, n_end: int, P: Array) -> None:
-    """Columns n…n_end−1 of B (K, N) into their panels, a few rows at a time: panels lie across them."""
-    K = B.shape[0]
-    width = PANEL_BYTES // P.itemsize
-    for k in range(0, K, _ROWS_PACKED):
-        for j in range(n, n_end, width):
-            rows = B[k : min(k + _ROWS_PACKED, K), j : min(j + width, n_end)]
-            panel_rows = P[j * K : (j + width) * K].reshape(K, width)[k:]
-            for i in range(rows.shape[0]):
-                for c in range(rows.shape[1]):
-                    panel_rows[i, c] = rows[i, c]
-                for c in range(rows.shape[1], width):
-                    panel_rows[i, c] = 0
+    """The panels of B (K, N) that begin in columns n…n_end−1. B's rows or its columns lie together."""
+    K, N = B.shape
+    size = B.itemsize
+    lanes = VECTOR_BYTES // size
+    b_row, b_column = B.strides[0] // size, B.strides[1] // size
+    by_columns = b_row == 1 and b_column != 1
+    at_once = K - K % lanes if by_columns else _ROWS_PACKED
+    for k in range(0, K, max(1, at_once)):
+        rows = min(max(1, at_once), K - k)
+        j = 0
+        while j < N:
+            width = _next_panel((whole_vectors(N, size) - j) // lanes) * lanes
+            for column in range(j, j + width if n <= j < n_end else 0, lanes):
+                p, b = j * K + k * width + column - j, B.ctypes.data + (k * b_row + column * b_column) * size
+                if column + lanes > N or (by_columns and rows < lanes):
+                    for i in range(rows):
+                        for c in range(lanes):
+                            P[p + i * width + c] = B[k + i, column + c] if column + c < N else 0
+                elif by_columns:
+                    transpose_vectors(P, p, width, b, b_column, rows)
+                else:
+                    copy_vectors(P, p, width, b, b_row, rows)
+            j += width
 
 
-@compiled("T[:, ::1], intp, intp, T[::1]")
+@compiled("T[:, :], intp, intp, T[::1]")
 def _pack(B: Array, n: int, n_end: int, P: Array) -> None:
     pack(B, n, n_end, P)
-
-
-@compiled("T[:, ::1], intp, intp, T[::1]")
-def _pack_transposed(B: Array, n: int, n_end: int, P: Array) -> None:
-    """The same for B (N, K), whose rows are the columns of what is packed: it is read along its rows."""
-    K = B.shape[1]
-    width = PANEL_BYTES // P.itemsize
-    for j in range(n, n_end, width):
-        panel_rows = P[j * K : (j + width) * K].reshape(K, width)
-        for k in range(0, K, _ROWS_PACKED):
-            end = min(k + _ROWS_PACKED, K)
-            columns = min(width, n_end - j)
-            for c in range(columns):
-                row = B[j + c]
-                for i in range(k, end):
-                    panel_rows[i, c] = row[i]
-            for i in range(k, end):
-                for c in range(columns, width):
-                    panel_rows[i, c] = 0
 
 
 def column_sums(a: Array) -> Array:

@@ -1,14 +1,17 @@
-"""The innermost loop of a matrix product, in the CPU's vector instructions. Not here: the loops around it.
+"""The innermost loops of a matrix product, in the CPU's vector instructions. Not here: the loops around them.
 
-    C[r, c] ← C[r, c] + Σ_k A[r, k] · P[k, c]            r = 0 … R−1, c = 0 … panel(dtype)−1, k in order
+    C[r, c] ← F[r, c] + Σ_k A[r, k] · P[k, c]        r = 0 … R−1, c = 0 … V·lanes−1, k in order, V = 3 or 2
 
-The R·3 vectors of C stay in registers for all k; a step loads 3 vectors of P and R numbers of A and makes R·3
-fused multiply-adds, which keeps both multiply-add units of a core busy. Numba cannot be told to keep an array
-in registers, so the loop is written in LLVM's own terms; `_plain_tile` says the same in Python, and is what
-runs where NUMBA_DISABLE_JIT is set.
+A tile's R·V vectors of C stay in registers for all k; a step loads V vectors of P and R numbers of A and
+makes R·V fused multiply-adds, which keeps both multiply-add units of a core busy. Numba cannot be told to
+keep an array in registers, so the loops are written in LLVM's own terms; beside each is the same in Python,
+which is what runs where NUMBA_DISABLE_JIT is set.
 
 Every element of C is one chain of multiply-adds over k, whatever its neighbours are and however the work is
 cut into tiles: so results depend neither on the batch size nor on the number of threads.
+
+Places are addresses in memory or elements of P, and distances are counted in numbers of P's dtype: arrays of
+other shapes and strides are other types to numba, and each would compile anew.
 """
 
 import ctypes
@@ -29,128 +32,225 @@ from gru_ref.types import Array
 _config: Any = numba.config
 _FEATURES = llvm.get_host_cpu_features()
 VECTOR_BYTES = 64 if _FEATURES.get("avx512f") else 32 if _FEATURES.get("avx2") else 16
-ROWS = 8 if VECTOR_BYTES == 64 else 4
-"""R of the largest tile: as many as the registers hold, 32 of them or 16."""
-_VECTORS = 3
-PANEL_BYTES = _VECTORS * VECTOR_BYTES
+_ROWS = 8 if VECTOR_BYTES == 64 else 4
+"""R of the largest tile: 3·R vectors and a few more are as many as the registers hold, 32 of them or 16."""
 _INT32 = ir.IntType(32)
 _BYTES = ir.IntType(8).as_pointer()
-
-
-def panel(dtype: Any) -> int:
-    """Columns of C in a tile."""
-    return PANEL_BYTES // np.dtype(dtype).itemsize
-
-
-def _make_tile(rows: int) -> Callable[..., None]:
-    """tile(P, p, a, a_row, a_k, c, c_row, K) for R = rows.
-
-    P holds the panel's rows one after the other, from element p on. a and c are the addresses in memory of
-    A[0, 0] and C[0, 0], numbers of P's dtype; a_row, a_k and c_row say how many such numbers lie between rows
-    and between steps of k. K ≥ 1. (Addresses, because arrays of other shapes and strides are other types to
-    numba, and each would compile anew.)
-    """
-
-    def _plain_tile(P: Array, p: int, a: int, a_row: int, a_k: int, c: int, c_row: int, K: int) -> None:
-        width = panel(P.dtype)
-        for r in range(rows):
-            out = _numbers_at(c + r * c_row * P.itemsize, width, P.dtype)
-            total = np.zeros(width, P.dtype)
-            for k in range(K):
-                total += (
-                    _numbers_at(a + (r * a_row + k * a_k) * P.itemsize, 1, P.dtype)
-                    * P[p + k * width :][:width]
-                )
-            out += total
-
-    if _config.DISABLE_JIT:
-        return _plain_tile
-
-    @intrinsic
-    def tile(typing: Any, P: Any, p: Any, a: Any, a_row: Any, a_k: Any, c: Any, c_row: Any, K: Any) -> Any:
-        signature = types.void(P, *[types.intp] * 7)
-        return signature, lambda context, builder, signature, args: _emit(
-            rows, context, builder, signature, args
-        )
-
-    return tile
 
 
 def _numbers_at(address: int, n: int, dtype: Any) -> Array:
     return np.frombuffer((ctypes.c_char * (n * dtype.itemsize)).from_address(address), dtype)
 
 
-def _emit(rows: int, context: Any, builder: Any, signature: Any, args: Any) -> Any:
-    """LLVM instructions of a tile: one loop, whose R·3 running sums are vectors."""
-    P, p, a, a_row, a_k, c, c_row, K = args
-    P = cgutils.create_struct_proxy(signature.args[0])(context, builder, P).data
-    size = signature.args[0].dtype.bitwidth // 8
-    lanes = VECTOR_BYTES // size
-    number = ir.FloatType() if size == 4 else ir.DoubleType()
-    vector = ir.VectorType(number, lanes)
-    index = K.type
-    A, C = (builder.inttoptr(address, number.as_pointer()) for address in (a, c))
-    fma = cgutils.get_or_insert_function(
-        builder.module,
-        ir.FunctionType(vector, [vector] * 3),
-        f"llvm.fma.v{lanes}f{8 * size}",
-    )
+class _Emitter:
+    """What the loops below need of LLVM: vectors of P's dtype, at distances from a place in memory."""
 
-    def at(array: Any, offset: Any, v: int = 0) -> Any:
-        pointer = builder.gep(array, [builder.add(offset, index(v * lanes))])
-        return builder.bitcast(pointer, vector.as_pointer())
+    def __init__(self, context: Any, builder: Any, P_type: Any, P: Any) -> None:
+        self.builder = builder
+        self.P = cgutils.create_struct_proxy(P_type)(context, builder, P).data
+        self.size = P_type.dtype.bitwidth // 8
+        self.lanes = VECTOR_BYTES // self.size
+        self.number = ir.FloatType() if self.size == 4 else ir.DoubleType()
+        self.vector = ir.VectorType(self.number, self.lanes)
+        self.index = ir.IntType(64)
 
-    def load(pointer: Any) -> Any:
-        loaded = builder.load(pointer)
-        loaded.align = size
+    def place(self, address: Any) -> Any:
+        return self.builder.inttoptr(address, self.number.as_pointer())
+
+    def pointer(self, place: Any, distance: Any, more: int = 0) -> Any:
+        distance = self.builder.add(distance, self.index(more))
+        return self.builder.bitcast(self.builder.gep(place, [distance]), self.vector.as_pointer())
+
+    def load(self, pointer: Any) -> Any:
+        loaded = self.builder.load(pointer)
+        loaded.align = self.size
         return loaded
 
-    def repeated(value: Any) -> Any:
-        one = builder.insert_element(ir.Constant(vector, ir.Undefined), value, _INT32(0))
-        lanes_0 = ir.Constant(ir.VectorType(_INT32, lanes), [0] * lanes)
-        return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), lanes_0)
+    def store(self, value: Any, pointer: Any) -> None:
+        self.builder.store(value, pointer).align = self.size
 
-    a_rows = [builder.gep(A, [builder.mul(a_row, index(r))]) for r in range(rows)]
-    c_rows = [builder.mul(c_row, index(r)) for r in range(rows)]
-    prefetch = cgutils.get_or_insert_function(
-        builder.module,
-        ir.FunctionType(ir.VoidType(), [_BYTES, _INT32, _INT32, _INT32]),
-        "llvm.prefetch.p0",
-    )
-    for row in c_rows:
-        for v in range(_VECTORS):
-            pointer = builder.bitcast(at(C, row, v), _BYTES)
-            builder.call(prefetch, [pointer, _INT32(1), _INT32(3), _INT32(1)])  # to write, near, data
-    entry, loop = builder.block, builder.append_basic_block("k")
-    done = builder.append_basic_block("done")
-    builder.branch(loop)
+    def shuffle(self, a: Any, b: Any, lanes: list[int]) -> Any:
+        """Of the lanes of a and b, counted through, these."""
+        return self.builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_INT32, len(lanes)), lanes))
 
-    builder.position_at_end(loop)
-    k, row_of_a, row_of_panel = (builder.phi(index) for _ in range(3))
-    sums = [[builder.phi(vector) for _ in range(_VECTORS)] for _ in range(rows)]
-    panel_vectors = [load(at(P, row_of_panel, v)) for v in range(_VECTORS)]
-    for r in range(rows):
-        factor = repeated(builder.load(builder.gep(a_rows[r], [row_of_a])))
-        for v in range(_VECTORS):
-            total = builder.call(fma, [factor, panel_vectors[v], sums[r][v]])
-            sums[r][v].add_incoming(ir.Constant(vector, [0.0] * lanes), entry)
-            sums[r][v].add_incoming(total, loop)
-            sums[r][v] = total
-    for counter, first, step in ((row_of_a, index(0), a_k), (row_of_panel, p, index(_VECTORS * lanes))):
-        counter.add_incoming(first, entry)
-        counter.add_incoming(builder.add(counter, step), loop)
-    next_k = builder.add(k, index(1))
-    k.add_incoming(index(0), entry)
-    k.add_incoming(next_k, loop)
-    builder.cbranch(builder.icmp_signed("<", next_k, K), loop, done)
+    def repeated(self, number: Any) -> Any:
+        undefined = ir.Constant(self.vector, ir.Undefined)
+        one = self.builder.insert_element(undefined, number, _INT32(0))
+        return self.shuffle(one, undefined, [0] * self.lanes)
 
-    builder.position_at_end(done)
-    for r in range(rows):
-        for v in range(_VECTORS):
-            pointer = at(C, c_rows[r], v)
-            stored = builder.store(builder.fadd(load(pointer), sums[r][v]), pointer)
-            stored.align = size
-    return context.get_dummy_value()
+    def fma(self, a: Any, b: Any, c: Any) -> Any:
+        kind = ir.FunctionType(self.vector, [self.vector] * 3)
+        name = f"llvm.fma.v{self.lanes}f{8 * self.size}"
+        return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), [a, b, c])
+
+    def prefetch(self, pointer: Any) -> None:
+        """What is written to soon."""
+        kind = ir.FunctionType(ir.VoidType(), [_BYTES, _INT32, _INT32, _INT32])
+        function = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
+        to_write, near, data = _INT32(1), _INT32(3), _INT32(1)
+        self.builder.call(function, [self.builder.bitcast(pointer, _BYTES), to_write, near, data])
+
+
+def _make_tile(rows: int, vectors: int) -> Callable[..., None]:
+    """tile(P, p, a, a_row, a_k, f, f_row, c, c_row, K) for R = rows, V = vectors.
+
+    P holds the panel's rows one after the other, from element p on. a, f and c are the addresses of A[0, 0],
+    F[0, 0] and C[0, 0]; a_row, a_k, f_row and c_row the distances between rows and between steps of k.
+    F may be C; f_row = 0 adds one row to all. K ≥ 1.
+    """
+
+    def plain(
+        P: Array, p: int, a: int, a_row: int, a_k: int, f: int, f_row: int, c: int, c_row: int, K: int
+    ) -> None:
+        width = vectors * VECTOR_BYTES // P.itemsize
+        for r in range(rows):
+            total = np.zeros(width, P.dtype)
+            for k in range(K):
+                factor = _numbers_at(a + (r * a_row + k * a_k) * P.itemsize, 1, P.dtype)
+                total += factor * P[p + k * width :][:width]
+            first = _numbers_at(f + r * f_row * P.itemsize, width, P.dtype)
+            _numbers_at(c + r * c_row * P.itemsize, width, P.dtype)[:] = first + total
+
+    if _config.DISABLE_JIT:
+        return plain
+
+    def emit(
+        e: _Emitter, p: Any, a: Any, a_row: Any, a_k: Any, f: Any, f_row: Any, c: Any, c_row: Any, K: Any
+    ) -> None:
+        builder, index = e.builder, e.index
+        a_rows = [builder.gep(e.place(a), [builder.mul(a_row, index(r))]) for r in range(rows)]
+        f_rows, c_rows = (
+            [
+                [e.pointer(e.place(first), builder.mul(row, index(r)), v * e.lanes) for v in range(vectors)]
+                for r in range(rows)
+            ]
+            for first, row in ((f, f_row), (c, c_row))
+        )
+        for pointers in c_rows:
+            for pointer in pointers:
+                e.prefetch(pointer)
+        entry, loop = builder.block, builder.append_basic_block("k")
+        done = builder.append_basic_block("done")
+        builder.branch(loop)
+
+        builder.position_at_end(loop)
+        k, row_of_a, row_of_panel = (builder.phi(index) for _ in range(3))
+        sums = [[builder.phi(e.vector) for _ in range(vectors)] for _ in range(rows)]
+        panel = [e.load(e.pointer(e.P, row_of_panel, v * e.lanes)) for v in range(vectors)]
+        for r in range(rows):
+            factor = e.repeated(builder.load(builder.gep(a_rows[r], [row_of_a])))
+            for v in range(vectors):
+                total = e.fma(factor, panel[v], sums[r][v])
+                sums[r][v].add_incoming(ir.Constant(e.vector, [0.0] * e.lanes), entry)
+                sums[r][v].add_incoming(total, loop)
+                sums[r][v] = total
+        steps = (
+            (k, index(0), index(1)),
+            (row_of_a, index(0), a_k),
+            (row_of_panel, p, index(vectors * e.lanes)),
+        )
+        for counter, first, step in steps:
+            counter.add_incoming(first, entry)
+            counter.add_incoming(builder.add(counter, step), loop)
+        builder.cbranch(builder.icmp_signed("<", k.incomings[1][0], K), loop, done)
+
+        builder.position_at_end(done)
+        for r in range(rows):
+            for v in range(vectors):
+                e.store(builder.fadd(e.load(f_rows[r][v]), sums[r][v]), c_rows[r][v])
+
+    @intrinsic
+    def tile(
+        typing: Any,
+        P: Any,
+        p: Any,
+        a: Any,
+        a_row: Any,
+        a_k: Any,
+        f: Any,
+        f_row: Any,
+        c: Any,
+        c_row: Any,
+        K: Any,
+    ) -> Any:
+        return types.void(P, *[types.intp] * 9), _code(emit)
+
+    return tile
+
+
+def _code(emit: Callable[..., None]) -> Callable[..., Any]:
+    """The code generator of an intrinsic whose first argument is P."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        emit(_Emitter(context, builder, signature.args[0], args[0]), *args[1:])
+        return context.get_dummy_value()
+
+    return generate
+
+
+def _make_copy() -> Callable[..., None]:
+    """copy(P, p, p_row, b, b_row, K): a vector from each of K rows, to element p of P and on by p_row."""
+
+    def plain(P: Array, p: int, p_row: int, b: int, b_row: int, K: int) -> None:
+        lanes = VECTOR_BYTES // P.itemsize
+        for k in range(K):
+            P.reshape(-1)[p + k * p_row :][:lanes] = _numbers_at(b + k * b_row * P.itemsize, lanes, P.dtype)
+
+    if _config.DISABLE_JIT:
+        return plain
+
+    def emit(e: _Emitter, p: Any, p_row: Any, b: Any, b_row: Any, K: Any) -> None:
+        builder = e.builder
+        with cgutils.for_range(builder, K) as loop:
+            source = e.pointer(e.place(b), builder.mul(loop.index, b_row))
+            e.store(e.load(source), e.pointer(e.P, builder.add(p, builder.mul(loop.index, p_row))))
+
+    @intrinsic
+    def copy(typing: Any, P: Any, p: Any, p_row: Any, b: Any, b_row: Any, K: Any) -> Any:
+        return types.void(P, *[types.intp] * 5), _code(emit)
+
+    return copy
+
+
+def _make_transpose() -> Callable[..., None]:
+    """transpose(P, p, p_row, b, b_column, K): a vector from each of K rows of a matrix whose columns lie
+    together, b_column from one another. K is a multiple of the lanes.
+    """
+
+    def plain(P: Array, p: int, p_row: int, b: int, b_column: int, K: int) -> None:
+        for c in range(VECTOR_BYTES // P.itemsize):
+            column = _numbers_at(b + c * b_column * P.itemsize, K, P.dtype)
+            for k in range(K):
+                P[p + c + k * p_row] = column[k]
+
+    if _config.DISABLE_JIT:
+        return plain
+
+    def emit(e: _Emitter, p: Any, p_row: Any, b: Any, b_column: Any, K: Any) -> None:
+        builder, index, lanes = e.builder, e.index, e.lanes
+        with cgutils.for_range(builder, builder.sdiv(K, index(lanes))) as loop:
+            k = builder.mul(loop.index, index(lanes))
+            block = [
+                e.load(e.pointer(e.place(b), builder.add(k, builder.mul(b_column, index(c)))))
+                for c in range(lanes)
+            ]
+            # element (c, k) goes to (k, c): one bit of the two numbers after the other is exchanged
+            for bit in (1 << i for i in range(lanes.bit_length() - 1)):
+                upper = [lane if lane & bit == 0 else lanes + lane - bit for lane in range(lanes)]
+                lower = [lane + bit if lane & bit == 0 else lanes + lane for lane in range(lanes)]
+                for c in range(lanes):
+                    if c & bit == 0:
+                        x, y = block[c], block[c + bit]
+                        block[c], block[c + bit] = e.shuffle(x, y, upper), e.shuffle(x, y, lower)
+            for q in range(lanes):
+                row = builder.add(p, builder.mul(builder.add(k, index(q)), p_row))
+                e.store(block[q], e.pointer(e.P, row))
+
+    @intrinsic
+    def transpose(typing: Any, P: Any, p: Any, p_row: Any, b: Any, b_column: Any, K: Any) -> Any:
+        return types.void(P, *[types.intp] * 5), _code(emit)
+
+    return transpose
 
 
 def _make_keep_apart() -> Any:
@@ -171,22 +271,48 @@ def _make_keep_apart() -> Any:
 
 
 keep_apart = _make_keep_apart()
-_tile_1, _tile_2, _tile_4, _tile_rows = (_make_tile(rows) for rows in (1, 2, 4, ROWS))
+_tile_1_3, _tile_2_3, _tile_4_3, _tile_rows_3 = (_make_tile(rows, 3) for rows in (1, 2, 4, _ROWS))
+_tile_1_2, _tile_2_2, _tile_4_2 = (_make_tile(rows, 2) for rows in (1, 2, 4))
+copy_vectors, transpose_vectors = _make_copy(), _make_transpose()
 
 
 @numba.njit(**OPTIONS)
-def tiles(P: Array, p: int, a: int, a_row: int, a_k: int, c: int, c_row: int, M: int, K: int) -> None:
+def tiles(
+    P: Array,
+    p: int,
+    vectors: int,
+    a: int,
+    a_row: int,
+    a_k: int,
+    f: int,
+    f_row: int,
+    c: int,
+    c_row: int,
+    M: int,
+    K: int,
+) -> None:
     """The tiles of M rows of C below one another; the arguments are those of a tile."""
     keep_apart()
+    a_step, f_step, c_step = a_row * P.itemsize, f_row * P.itemsize, c_row * P.itemsize
     i = 0
-    while i + ROWS <= M:
-        _tile_rows(P, p, a + i * a_row * P.itemsize, a_row, a_k, c + i * c_row * P.itemsize, c_row, K)
-        i += ROWS
-    if i + 4 <= M:
-        _tile_4(P, p, a + i * a_row * P.itemsize, a_row, a_k, c + i * c_row * P.itemsize, c_row, K)
-        i += 4
-    if i + 2 <= M:
-        _tile_2(P, p, a + i * a_row * P.itemsize, a_row, a_k, c + i * c_row * P.itemsize, c_row, K)
-        i += 2
-    if i < M:
-        _tile_1(P, p, a + i * a_row * P.itemsize, a_row, a_k, c + i * c_row * P.itemsize, c_row, K)
+    if vectors == 3:
+        while i + _ROWS <= M:
+            _tile_rows_3(P, p, a + i * a_step, a_row, a_k, f + i * f_step, f_row, c + i * c_step, c_row, K)
+            i += _ROWS
+        if i + 4 <= M:
+            _tile_4_3(P, p, a + i * a_step, a_row, a_k, f + i * f_step, f_row, c + i * c_step, c_row, K)
+            i += 4
+        if i + 2 <= M:
+            _tile_2_3(P, p, a + i * a_step, a_row, a_k, f + i * f_step, f_row, c + i * c_step, c_row, K)
+            i += 2
+        if i < M:
+            _tile_1_3(P, p, a + i * a_step, a_row, a_k, f + i * f_step, f_row, c + i * c_step, c_row, K)
+    else:
+        while i + 4 <= M:
+            _tile_4_2(P, p, a + i * a_step, a_row, a_k, f + i * f_step, f_row, c + i * c_step, c_row, K)
+            i += 4
+        if i + 2 <= M:
+            _tile_2_2(P, p, a + i * a_step, a_row, a_k, f + i * f_step, f_row, c + i * c_step, c_row, K)
+            i += 2
+        if i < M:
+            _tile_1_2(P, p, a + i * a_step, a_row, a_k, f + i * f_step, f_row, c + i * c_step, c_row, K)

@@ -15,6 +15,8 @@ from gru_ref.types import Array
 _LEAST = 2**16
 """Bytes below which NumPy's own cache and the C library's serve well."""
 _PAGE = 4096
+_LINE = 64
+"""Bytes that the cache holds together: vectors that begin with one lie in one."""
 _OLD = 4096
 """Calls after which memory that nothing asked for is returned to the system."""
 
@@ -45,7 +47,8 @@ def empty(shape: int | tuple[int, ...], dtype: Any) -> Array:
         memory = _free[size].pop()[0]
     except (KeyError, IndexError):
         _return_what_is_old()
-        memory = np.empty(size, np.uint8)
+        memory = np.empty(size + _LINE, np.uint8)
+        memory = memory[-memory.ctypes.data % _LINE :][:size]
     return np.asarray(_Lease(memory))[:n_bytes].view(dtype).reshape(shape)
 
 

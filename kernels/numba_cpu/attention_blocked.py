@@ -14,7 +14,8 @@ import numpy as np
 from gru_ref import threads
 from gru_ref.kernels.numba_cpu._compile import FLOATS, OPTIONS, compiled
 from gru_ref.kernels.numba_cpu._elementary import exp
-from gru_ref.kernels.numba_cpu._product import multiply, pack, whole_panels
+from gru_ref.kernels.numba_cpu._product import multiply, multiply_add, pack, whole_vectors
+from gru_ref.kernels.numba_cpu._tile import VECTOR_BYTES, copy_vectors
 from gru_ref.kernels.numba_cpu._workspace import empty
 from gru_ref.ops import attention_blocked as definition
 from gru_ref.ops.attention import heads_first
@@ -85,9 +86,11 @@ def _heads(q: Array, k: Array, v: Array, offset: int, y: Array, lam: Array, firs
     """Heads first…end−1, counted over sequences and heads: fills y (T, B, N, D) and λ (B, N, T, 1)."""
     N, T, D = q.shape[1:]
     S = k.shape[2]
-    S_wide, D_wide = whole_panels(S, q.itemsize), whole_panels(D, q.itemsize)
+    S_wide, D_wide = whole_vectors(S, q.itemsize), whole_vectors(D, q.itemsize)
     keys, values = np.empty(D * S_wide, q.dtype), np.empty(S * D_wide, q.dtype)
     s, some_y = np.empty((_QUERIES, S_wide), q.dtype), np.empty((_QUERIES, D_wide), q.dtype)
+    zeros, shares = np.zeros(S_wide + D_wide, q.dtype), np.zeros(_QUERIES, q.dtype)
+    scale = _scale(q, D)
     for head in range(first, end):
         b, n = head // N, head % N
         pack(k[b, n].T, 0, S, keys)
@@ -95,28 +98,31 @@ def _heads(q: Array, k: Array, v: Array, offset: int, y: Array, lam: Array, firs
         for i in range(0, T, _QUERIES):
             rows = min(_QUERIES, T - i)
             seen = max(0, min(S, i + rows + offset))  # keys that the last of these queries sees
-            _products(q[b, n, i : i + rows], keys, s, seen, _scale(q, D))
-            _clear(some_y, rows, D_wide)
+            multiply(q[b, n, i : i + rows], keys, D, zeros, s[:rows], seen)
             for r in range(rows):
-                lam[b, n, i + r, 0] = _softmax(s[r], max(0, min(S, i + r + offset + 1)), seen)
-            if seen:
-                multiply(s[:rows, :seen], values, S, some_y[:rows])
-            _put(some_y, rows, y, i, b, n)
+                own = max(0, min(S, i + r + offset + 1))
+                lam[b, n, i + r, 0], shares[r] = _softmax(s[r], scale, own, seen)
+            multiply(s[:rows, :seen], values, S, zeros, some_y[:rows], D if seen else 0)
+            for r in range(rows):
+                y_row, share = some_y[r], shares[r]
+                for d in range(D):
+                    y_row[d] = y_row[d] * share if seen else zeros[0]
+            _put(some_y[:rows], y, i, b, n)
 
 
 @numba.njit(**OPTIONS)
-def _put(rows: Array, count: int, target: Array, i: int, b: int, n: int) -> None:
-    """target[i + r, b, n] ← rows[r] without what fills up its panels."""
-    for r in range(count):
-        for d in range(target.shape[3]):
+def _put(rows: Array, target: Array, i: int, b: int, n: int) -> None:
+    """target[i + r, b, n] ← rows[r] without what fills up its vectors; target is contiguous along D."""
+    D, size = target.shape[3], target.itemsize
+    lanes = VECTOR_BYTES // size
+    first = (i * target.strides[0] + b * target.strides[1] + n * target.strides[2]) // size
+    whole = D - D % lanes
+    for d in range(0, whole, lanes):
+        source = rows.ctypes.data + d * size
+        copy_vectors(target, first + d, target.strides[0] // size, source, rows.shape[1], len(rows))
+    for r in range(len(rows)):
+        for d in range(whole, D):
             target[i + r, b, n, d] = rows[r, d]
-
-
-@numba.njit(**OPTIONS)
-def _clear(a: Array, rows: int, columns: int) -> None:
-    for r in range(rows):
-        for c in range(columns):
-            a[r, c] = 0
 
 
 @numba.njit(**OPTIONS)
@@ -125,39 +131,29 @@ def _scale(a: Array, D: int) -> float:
     return a.dtype.type(1 / math.sqrt(D))
 
 
-@numba.njit(**OPTIONS, fastmath={"contract"})
-def _products(a: Array, keys: Array, s: Array, seen: int, scale: float) -> None:
-    """s_ij ← a_i · k_j · scale for rows a (rows, D) and, at least, the first `seen` packed keys."""
-    rows, D = a.shape
-    columns = whole_panels(seen, s.itemsize)
-    _clear(s, rows, columns)
-    multiply(a, keys, D, s[:rows, :columns])
-    for r in range(rows):
-        row = s[r]
-        for j in range(seen):
-            row[j] *= scale
-
-
 @numba.njit(**OPTIONS, fastmath={"contract", "reassoc"})
-def _softmax(s: Array, own: int, seen: int) -> float:
-    """s → p over the `own` keys that a query sees, 0 up to `seen`; λ."""
+def _softmax(s: Array, scale: float, own: int, seen: int) -> tuple[float, float]:
+    """s → e^(s·scale − top) of the `own` keys that a query sees, 0 up to `seen`; λ, 1/Σ."""
     T = s.dtype.type
-    for j in range(own, seen):
-        s[j] = T(0)
     if own == 0:
-        return T(-np.inf)
-    top = s[0]
-    for j in range(1, own):
-        top = max(top, s[j])
-    for j in range(own):
-        s[j] = exp(s[j] - top)
+        s[:seen] = 0
+        return T(-np.inf), T(0)
+    top = _largest(s[:own]) * scale
     total = T(0)
-    for j in range(own):
+    for j in range(seen):  # whole vectors mostly, which `own` are not
+        e = exp(s[j] * scale - top)
+        s[j] = e if j < own else T(0)
         total += s[j]
-    share = T(1) / total
-    for j in range(own):
-        s[j] *= share
-    return top + T(math.log(total))
+    return top + T(math.log(total)), T(1) / total
+
+
+@numba.njit(**OPTIONS, fastmath={"nnan", "nsz"})
+def _largest(s: Array) -> float:
+    """The largest; anything where one is NaN, whose e^s makes the sum NaN all the same."""
+    top = s[0]
+    for j in range(1, len(s)):
+        top = s[j] if s[j] > top else top
+    return top
 
 
 @compiled(
@@ -182,56 +178,58 @@ def _heads_back(
     """Heads first…end−1: fills their part of dq (T, B, N, D), dk and dv (S, B, N, D)."""
     N, T, D = q.shape[1:]
     S = k.shape[2]
-    S_wide, D_wide = whole_panels(S, q.itemsize), whole_panels(D, q.itemsize)
+    S_wide, D_wide = whole_vectors(S, q.itemsize), whole_vectors(D, q.itemsize)
     by_key, by_value = np.empty(D * S_wide, q.dtype), np.empty(D * S_wide, q.dtype)
     keys = np.empty(S * D_wide, q.dtype)
     some_q, some_dy = np.empty(_QUERIES * D_wide, q.dtype), np.empty(_QUERIES * D_wide, q.dtype)
     p, ds = np.empty((_QUERIES, S_wide), q.dtype), np.empty((_QUERIES, S_wide), q.dtype)
     some_dq = np.empty((_QUERIES, D_wide), q.dtype)
     head_dk, head_dv = np.empty((S, D_wide), q.dtype), np.empty((S, D_wide), q.dtype)
-    zero = q.dtype.type(0)
+    zeros = np.zeros(S_wide + D_wide, q.dtype)
     scale = _scale(q, D)
     for head in range(first, end):
         b, n = head // N, head % N
         pack(k[b, n].T, 0, S, by_key)
         pack(v[b, n].T, 0, S, by_value)
         pack(k[b, n], 0, D, keys)
-        _clear(head_dk, S, D_wide)
-        _clear(head_dv, S, D_wide)
+        head_dk[:] = 0
+        head_dv[:] = 0
         for i in range(0, T, _QUERIES):
             rows = min(_QUERIES, T - i)
             seen = max(0, min(S, i + rows + offset))
+            if not seen:
+                dq[i : i + rows, b, n] = 0
+                continue
             some_queries, dy_of_them = q[b, n, i : i + rows], dy[b, n, i : i + rows]
-            _clear(some_dq, rows, D_wide)
-            if seen:
-                _products(some_queries, by_key, p, seen, scale)
-                # y = p v
-                _products(dy_of_them, by_value, ds, seen, q.dtype.type(1))
-                # p = softmax(s)
-                for r in range(rows):
-                    delta, dy_row, y_row = zero, dy[b, n, i + r], y[b, n, i + r]
-                    for d in range(D):
-                        delta += dy_row[d] * y_row[d]
-                    own = max(0, min(S, i + r + offset + 1))
-                    _softmax_back(p[r], ds[r], lam[b, n, i + r, 0], delta, scale, own, seen)
-                # s = q kᵀ/√D
-                multiply(ds[:rows, :seen], keys, S, some_dq[:rows])
-                pack(some_queries, 0, D, some_q)
-                pack(dy_of_them, 0, D, some_dy)
-                multiply(ds[:rows, :seen].T, some_q, rows, head_dk[:seen])
-                multiply(p[:rows, :seen].T, some_dy, rows, head_dv[:seen])
-            _put(some_dq, rows, dq, i, b, n)
-        _put(head_dk, S, dk, 0, b, n)
-        _put(head_dv, S, dv, 0, b, n)
+            multiply(some_queries, by_key, D, zeros, p[:rows], seen)
+            # y = p v
+            multiply(dy_of_them, by_value, D, zeros, ds[:rows], seen)
+            # p = softmax(s)
+            for r in range(rows):
+                own = max(0, min(S, i + r + offset + 1))
+                _softmax_back(p[r], ds[r], lam[b, n, i + r, 0], scale, own, seen)
+            # s = q kᵀ/√D
+            multiply(ds[:rows, :seen], keys, S, zeros, some_dq[:rows], D)
+            _put(some_dq[:rows], dq, i, b, n)
+            pack(some_queries, 0, D, some_q)
+            pack(dy_of_them, 0, D, some_dy)
+            multiply_add(ds[:rows, :seen].T, some_q, rows, head_dk[:seen])
+            multiply_add(p[:rows, :seen].T, some_dy, rows, head_dv[:seen])
+        _put(head_dk, dk, 0, b, n)
+        _put(head_dv, dv, 0, b, n)
 
 
-@numba.njit(**OPTIONS, fastmath={"contract"})
-def _softmax_back(p: Array, ds: Array, lam: float, delta: float, scale: float, own: int, seen: int) -> None:
-    """p: s → probabilities; ds: dp → ds/√D; both 0 for the keys from `own` to `seen`, which are not seen."""
-    for j in range(own):
-        p[j] = exp(p[j] - lam)
-        ds[j] = p[j] * (ds[j] - delta) * scale
+@numba.njit(**OPTIONS, fastmath={"contract", "reassoc"})
+def _softmax_back(p: Array, ds: Array, lam: float, scale: float, own: int, seen: int) -> None:
+    """p: √D·s → probabilities; ds: dp → ds/√D; both 0 for the keys from `own` to `seen`, which are not seen.
+
+    Δ = Σ p ⊙ dp here, which is the definition's Σ dy ⊙ y: these rows are in the cache.
+    """
     zero = p.dtype.type(0)
-    for j in range(own, seen):
-        p[j] = zero
-        ds[j] = zero
+    delta = zero
+    for j in range(seen):
+        e = exp(p[j] * scale - lam)
+        p[j] = e if j < own else zero
+        delta += e * ds[j] if j < own else zero
+    for j in range(seen):
+        ds[j] = p[j] * (ds[j] - delta) * scale if j < own else zero

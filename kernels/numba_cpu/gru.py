@@ -14,7 +14,14 @@ import numpy as np
 from gru_ref import threads
 from gru_ref.kernels.numba_cpu._compile import FLOATS, OPTIONS, compiled, for_kernel
 from gru_ref.kernels.numba_cpu._elementary import sigmoid, tanh
-from gru_ref.kernels.numba_cpu._product import column_sums, multiply, packed, product, whole_panels
+from gru_ref.kernels.numba_cpu._product import (
+    column_sums,
+    multiply,
+    multiply_add,
+    packed,
+    product,
+    whole_vectors,
+)
 from gru_ref.kernels.numba_cpu._workspace import empty
 from gru_ref.ops import gru as definition
 from gru_ref.types import Array
@@ -96,12 +103,11 @@ def _steps(
 ) -> None:
     """Sequences b…end−1 through all steps: fills their part of h[1:], r, z, n and q."""
     T, _, H = r.shape
-    gates_h = np.zeros((end - b, whole_panels(3 * H, h.itemsize)), h.dtype)
+    gates_h = np.empty((end - b, whole_vectors(3 * H, h.itemsize)), h.dtype)
+    bias = np.zeros(gates_h.shape[1], h.dtype)
+    bias[: 3 * H] = bias_hh
     for t in range(T):
-        for i in range(end - b):
-            for j in range(3 * H):
-                gates_h[i, j] = bias_hh[j]
-        multiply(h[t, b:end], panels, H, gates_h)
+        multiply(h[t, b:end], panels, H, bias, gates_h, 3 * H)
         for i in range(b, end):
             _cell(
                 gates_x[t, i],
@@ -164,7 +170,7 @@ def _steps_back(
 ) -> None:
     """Sequences b…end−1 back through all steps: fills their part of dgates_x and dgates_h, updates dh."""
     T, _, H = r.shape
-    wide_dh = np.zeros((end - b, whole_panels(H, h.itemsize)), h.dtype)
+    wide_dh = np.zeros((end - b, whole_vectors(H, h.itemsize)), h.dtype)
     for i in range(b, end):
         for j in range(H):
             wide_dh[i - b, j] = dh[i, j]
@@ -173,7 +179,7 @@ def _steps_back(
             into = dgates_x[t, i], dgates_h[t, i], wide_dh[i - b]
             _cell_back(dy[t, i], h[t, i], r[t, i], z[t, i], n[t, i], q[t, i], *into)
         # gates_h = U h + b_h
-        multiply(dgates_h[t, b:end], panels, 3 * H, wide_dh)
+        multiply_add(dgates_h[t, b:end], panels, 3 * H, wide_dh)
     for i in range(b, end):
         for j in range(H):
             dh[i, j] = wide_dh[i - b, j]
