@@ -14,6 +14,7 @@ The pool is made of plain Python threads: kernels and BLAS release the interpret
 
 import contextlib
 import functools
+import itertools
 import math
 import os
 import threading
@@ -24,6 +25,10 @@ from typing import Any
 
 from threadpoolctl import ThreadpoolController, threadpool_limits
 
+_WORTH_ALONE = 70_000.0
+"""Nanoseconds of work that a second thread is worth waking up for: that takes about as long (measured)."""
+_WORTH_AMONG_OTHERS = 5_000.0
+"""The same where it is awake for other work."""
 _count = 0  # 0: not asked for yet
 _inside = 0  # callers that hold BLAS to one thread
 _before: list[int] = []  # its libraries' numbers of threads outside
@@ -90,39 +95,74 @@ def _blas() -> list[Any]:
     return list(ThreadpoolController().select(user_api="blas").lib_controllers)
 
 
-def share(function: Callable[[int, int], Any], n: int, *, unit: int = 1, least: int = 1) -> None:
+def share(function: Callable[[int, int], Any], n: int, *, unit: int = 1, cost: float = math.inf) -> None:
     """Call function(start, stop) for parts of range(n), at the same time, and wait for all of them.
 
-    Parts begin at multiples of `unit` and have at least `least` elements, where n allows it. A part's
-    exception is raised here, after the others are done. A call from within a part, or while another thread
-    shares, does its work alone.
+    Parts begin at multiples of `unit`. cost: nanoseconds that an element takes, roughly; where that makes too
+    little work for another thread, there are fewer parts. A part's exception is raised here, after the others
+    are done. A call from within a part, or while another thread shares, does its work alone.
     """
-    parts = max(1, min(count(), n // max(least, 1)))
+    least = _WORTH_ALONE if _local.waiting is None else _WORTH_AMONG_OTHERS
+    parts = max(1, int(min(count(), n, n * cost / least if n else 1)))
     per_part = max(1, -(-n // (parts * unit))) * unit
-    ranges = [(start, min(start + per_part, n)) for start in range(0, n, per_part)]
-    if len(ranges) <= 1 or not _lock.acquire(blocking=False):
-        function(0, n)
-        return
+    calls = [(function, start, min(start + per_part, n)) for start in range(0, max(n, 1), per_part)]
+    if _local.waiting is None:
+        _run([calls])
+    else:
+        _local.waiting.append(calls)
+
+
+@contextlib.contextmanager
+def at_once() -> Iterator[None]:
+    """What is shared within it begins when it ends, as one: no thread waits for another in between.
+
+    So nothing within it may read what another share within it writes.
+    """
+    _local.waiting = waiting = []
     try:
-        while len(_workers) < len(ranges) - 1:
-            _workers.append(_Worker())
-        done: _Errors = SimpleQueue()  # of this call: one that Ctrl-C ended leaves nothing for the next
-        for worker, part in zip(_workers, ranges[1:], strict=False):
-            worker.todo.put((function, part, done))
-        errors = [_attempt(function, ranges[0])] + [done.get() for _ in ranges[1:]]
+        yield
     finally:
-        _lock.release()
+        _local.waiting = None
+    with one_blas_thread():
+        _run(waiting)
+
+
+_Call = tuple[Callable[[int, int], Any], int, int]
+_Errors = SimpleQueue[BaseException | None]
+
+
+class _Local(threading.local):
+    waiting: list[list[_Call]] | None = None
+    """What this thread has shared within `at_once`."""
+
+
+_local = _Local()
+
+
+def _run(shared: list[list[_Call]]) -> None:
+    """Every call: the first parts of all that is shared here, the second parts in another thread, …"""
+    by_thread = [[call for call in calls if call] for calls in itertools.zip_longest(*shared)]
+    if len(by_thread) <= 1 or not _lock.acquire(blocking=False):
+        errors = [_attempt(calls) for calls in by_thread]
+    else:
+        try:
+            while len(_workers) < len(by_thread) - 1:
+                _workers.append(_Worker())
+            done: _Errors = SimpleQueue()  # of this call: one that Ctrl-C ended leaves nothing for the next
+            for worker, calls in zip(_workers, by_thread[1:], strict=False):
+                worker.todo.put((calls, done))
+            errors = [_attempt(by_thread[0])] + [done.get() for _ in by_thread[1:]]
+        finally:
+            _lock.release()
     for error in errors:
         if error is not None:
             raise error
 
 
-_Errors = SimpleQueue[BaseException | None]
-
-
-def _attempt(function: Callable[[int, int], Any], part: tuple[int, int]) -> BaseException | None:
+def _attempt(calls: list[_Call]) -> BaseException | None:
     try:
-        function(*part)
+        for function, start, stop in calls:
+            function(start, stop)
     except BaseException as error:  # noqa: BLE001 (handed to the thread that shares, which raises it)
         return error
     return None
@@ -133,14 +173,14 @@ class _Worker(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(name="gru-ref worker", daemon=True)
-        self.todo: SimpleQueue[tuple[Callable[[int, int], Any], tuple[int, int], _Errors]] = SimpleQueue()
+        self.todo: SimpleQueue[tuple[list[_Call], _Errors]] = SimpleQueue()
         self.start()
 
     def run(self) -> None:
         while True:
-            function, part, done = self.todo.get()
-            done.put(_attempt(function, part))
-            del function  # and the arrays that it holds, while nothing is to be done
+            calls, done = self.todo.get()
+            done.put(_attempt(calls))
+            del calls  # and the arrays that they hold, while nothing is to be done
 
 
 def _forget_workers() -> None:

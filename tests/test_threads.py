@@ -1,5 +1,6 @@
 """The pool that twins share their work among, and how many threads there are."""
 
+import functools
 import itertools
 import os
 import subprocess
@@ -14,11 +15,11 @@ from hypothesis import strategies as st
 from gru_ref import threads
 
 
-@given(n=st.integers(0, 200), unit=st.integers(1, 50), least=st.integers(0, 60), count=st.integers(1, 5))
-def test_parts_cover_the_range_once_and_begin_at_multiples_of_the_unit(n, unit, least, count):
+@given(n=st.integers(0, 200), unit=st.integers(1, 50), cost=st.floats(0, 1e5), count=st.integers(1, 5))
+def test_parts_cover_the_range_once_and_begin_at_multiples_of_the_unit(n, unit, cost, count):
     parts = []
     with threads.limited(count):
-        threads.share(lambda start, end: parts.append((start, end)), n, unit=unit, least=least)
+        threads.share(lambda start, end: parts.append((start, end)), n, unit=unit, cost=cost)
     parts.sort()
     assert parts[0][0] == 0
     assert parts[-1][1] == n
@@ -31,6 +32,55 @@ def test_parts_run_at_the_same_time():
     together = threading.Barrier(2, timeout=20)
     with threads.limited(2):
         threads.share(lambda start, end: together.wait(), 2)
+
+
+def test_what_is_too_little_for_a_second_thread_stays_in_the_first_unless_others_are_awake():
+    used = []
+
+    def note(start, end):
+        used.append(threading.get_ident())
+
+    with threads.limited(2):
+        threads.share(note, 100, cost=1000)
+        assert used == [threading.get_ident()]
+        with threads.at_once():
+            threads.share(note, 100, cost=1000)
+            assert len(used) == 1
+        assert len(set(used[1:])) == 2
+
+
+def test_what_is_shared_at_once_runs_in_one_go():
+    together, results = threading.Barrier(2, timeout=20), np.zeros((2, 10))
+
+    def part(row, start, end):
+        results[row, start:end] += np.arange(start, end)
+
+    def first_of_one_last_of_the_other(row, start, end):
+        if (row == 0) == (start == 0):
+            together.wait()  # only met where thread 1 goes on to the second without waiting for thread 2
+        part(row, start, end)
+
+    with threads.limited(2), threads.at_once():
+        for row in range(2):
+            threads.share(functools.partial(first_of_one_last_of_the_other, row), 10)
+    assert np.array_equal(results, [np.arange(10)] * 2)
+    with threads.limited(2), pytest.raises(ZeroDivisionError), threads.at_once():
+        threads.share(lambda start, end: 1 // start, 2)
+
+
+def test_where_the_block_fails_nothing_of_it_begins():
+    begun = []
+
+    def fails():
+        with threads.at_once():
+            threads.share(lambda start, end: begun.append(start), 10)
+            raise KeyError
+
+    with threads.limited(2), pytest.raises(KeyError):
+        fails()
+    assert begun == []
+    threads.share(lambda start, end: begun.append(start), 10, cost=0)
+    assert begun == [0]
 
 
 def test_a_parts_exception_is_raised_after_the_others_are_done():

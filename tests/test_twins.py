@@ -33,6 +33,12 @@ def twins():
     return Backend("numba")
 
 
+@pytest.fixture(autouse=True)
+def _two_threads_for_the_smallest_work(monkeypatch):
+    for limit in ("_WORTH_ALONE", "_WORTH_AMONG_OTHERS"):
+        monkeypatch.setattr(threads, limit, 1e-9)
+
+
 def run(functions, inputs, dy=None):
     """Output, cache and gradients; dy of the first output's shape, the same for the same shape."""
     y, cache = functions.forward(**inputs)

@@ -25,8 +25,8 @@ _DEPTH = 8192 // VECTOR_BYTES
 """Rows of a panel that are used together: 24 KiB of them."""
 _ROWS_PACKED = 64
 """Rows of B that are packed together, as panels lie across them."""
-_SMALL = 2**17
-"""Multiply-adds below which a product is not worth a second thread."""
+_PRODUCT_COST, _PACK_COST, _SUM_COST = 0.03, 0.3, 0.3
+"""Nanoseconds a multiply-add, a packed number and a summed one."""
 
 
 def product(a: Array, b: Array, bias: Array | None = None) -> Array:
@@ -43,11 +43,9 @@ def product(a: Array, b: Array, bias: Array | None = None) -> Array:
     whole = slice(None)
     with threads.one_blas_thread():
         if M >= N:
-            threads.share(lambda m, end: part(slice(m, end), whole), M, unit=8, least=_SMALL // max(1, N * K))
+            threads.share(lambda m, end: part(slice(m, end), whole), M, unit=8, cost=_PRODUCT_COST * N * K)
         else:
-            threads.share(
-                lambda n, end: part(whole, slice(n, end)), N, unit=16, least=_SMALL // max(1, M * K)
-            )
+            threads.share(lambda n, end: part(whole, slice(n, end)), N, unit=16, cost=_PRODUCT_COST * M * K)
     return c
 
 
@@ -57,7 +55,7 @@ def packed(b: Array) -> Array:
     K, N = b.shape
     result = empty(whole_vectors(N, b.itemsize) * K, b.dtype)
     lanes = VECTOR_BYTES // b.itemsize
-    threads.share(lambda n, n_end: _pack(b, n, n_end, result), N, unit=3 * lanes, least=_SMALL // max(1, K))
+    threads.share(lambda n, n_end: _pack(b, n, n_end, result), N, unit=3 * lanes, cost=_PACK_COST * K)
     return result
 
 
@@ -142,9 +140,7 @@ def column_sums(a: Array) -> Array:
     """a (M, N) -> its columns' sums (N,), each added up from the first row on."""
     a = for_kernel(a)
     sums = np.zeros(a.shape[1], a.dtype)
-    threads.share(
-        lambda n, end: _add_columns(a, n, end, sums), len(sums), unit=16, least=_SMALL // max(1, len(a))
-    )
+    threads.share(lambda n, end: _add_columns(a, n, end, sums), len(sums), unit=16, cost=_SUM_COST * len(a))
     return sums
 
 

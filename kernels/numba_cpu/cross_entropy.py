@@ -18,8 +18,8 @@ from gru_ref.ops import cross_entropy as definition
 from gru_ref.ops.cross_entropy import IGNORE
 from gru_ref.types import Array
 
-_SMALL = 2**12
-"""Logits too few for a second thread."""
+_COST = 2.0
+"""Nanoseconds a logit."""
 
 
 def forward(
@@ -49,7 +49,7 @@ def forward(
     threads.share(
         lambda i, end: _log_softmax(rows[i:end], ids[i:end], hit, spread, log_p[i:end], loss[i:end]),
         len(rows),
-        least=_SMALL // V + 1,
+        cost=_COST * V,
     )
     return loss, (log_p, targets, padded_size, label_smoothing)
 
@@ -65,7 +65,7 @@ def backward(dloss: Array, cache: tuple[Any, ...]) -> tuple[Array, None]:
             rows[i:end], ids[i:end], scale[i:end], hit, spread, dlogits[i:end]
         ),
         len(rows),
-        least=_SMALL // padded_size + 1,
+        cost=_COST * padded_size,
     )
     return dlogits, None
 

@@ -15,8 +15,8 @@ from gru_ref.kernels.numba_cpu._workspace import empty
 from gru_ref.ops import dropout as definition
 from gru_ref.types import Array
 
-_SMALL = 2**10
-"""Values too few for a second thread."""
+_COST = 9.0
+"""Nanoseconds a value."""
 _WORD = 2**32
 
 
@@ -29,7 +29,7 @@ def keep_mask(shape: tuple[int, ...], p: float, *, seed: int, step: int, layer: 
     ones = np.ones(1, np.float32)
     where = (seed % _WORD, seed // _WORD, layer, step)
     threads.share(
-        lambda i, end: _keep(ones, p * 2.0**32, *where, start + i, keep[i:end]), n, unit=4, least=_SMALL
+        lambda i, end: _keep(ones, p * 2.0**32, *where, start + i, keep[i:end]), n, unit=4, cost=_COST
     )
     return keep.reshape(shape)
 
@@ -65,7 +65,7 @@ def _apply(x: Array, p: float, seed: int, step: int, layer: int, start: int) -> 
         lambda i, end: _drop(flat[i:end], 1 - p, p * 2.0**32, *where, start + i, y[i:end]),
         x.size,
         unit=4,
-        least=_SMALL,
+        cost=_COST,
     )
     return y.reshape(x.shape)
 

@@ -14,8 +14,8 @@ from gru_ref.kernels.numba_cpu._workspace import empty
 from gru_ref.ops import embedding as definition
 from gru_ref.types import Array
 
-_SMALL = 64
-"""Columns too few for a second thread."""
+_COST = 0.5
+"""Nanoseconds a number."""
 
 
 def backward(dy: Array, cache: tuple[Any, ...]) -> tuple[None, Array]:
@@ -32,7 +32,9 @@ def backward(dy: Array, cache: tuple[Any, ...]) -> tuple[None, Array]:
     dweight = empty((vocab_size, rows.shape[1]), dy.dtype)
     dweight[...] = 0
     rows, ids = for_kernel(rows), for_kernel(ids.reshape(-1), np.intp)
-    threads.share(lambda j, end: _add_rows(rows, ids, j, end, dweight), rows.shape[1], unit=16, least=_SMALL)
+    threads.share(
+        lambda j, end: _add_rows(rows, ids, j, end, dweight), rows.shape[1], unit=16, cost=_COST * len(rows)
+    )
     return None, dweight
 
 

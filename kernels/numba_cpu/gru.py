@@ -49,11 +49,13 @@ def forward(
         return definition.forward(
             x, h0, weight_ih, weight_hh, bias_ih, bias_hh, reset_after=reset_after, precision=precision
         )
-    gates_x = product(x.reshape(T * B, -1), weight_ih.T).reshape(T, B, 3 * H)
+    with threads.at_once():
+        gates_x = product(x.reshape(T * B, -1), weight_ih.T).reshape(T, B, 3 * H)
+        panels = packed(weight_hh.T)
     h = empty((T + 1, B, H), x.dtype)
     h[0] = 0 if h0 is None else h0
     r, z, n, q = (empty((T, B, H), x.dtype) for _ in range(4))
-    panels, bias_ih, bias_hh = packed(weight_hh.T), for_kernel(bias_ih), for_kernel(bias_hh)
+    bias_ih, bias_hh = for_kernel(bias_ih), for_kernel(bias_hh)
     threads.share(lambda b, end: _steps(gates_x, panels, bias_ih, bias_hh, h, r, z, n, q, b, end), B)
     return h[1:], (x, h, r, z, n, q, weight_ih, weight_hh, h0 is not None, reset_after, precision)
 
@@ -76,10 +78,11 @@ def backward(
     threads.share(lambda b, end: _steps_back(dy, h, r, z, n, q, panels, dgates_x, dgates_h, dh, b, end), B)
 
     dgates_x, dgates_h = dgates_x.reshape(T * B, -1), dgates_h.reshape(T * B, -1)
-    dx = product(dgates_x, weight_ih).reshape(x.shape)
-    dweight_ih = product(dgates_x.T, x.reshape(T * B, -1))
-    dweight_hh = product(dgates_h.T, h[:-1].reshape(T * B, -1))
-    dbias_ih, dbias_hh = column_sums(dgates_x), column_sums(dgates_h)
+    with threads.at_once():
+        dx = product(dgates_x, weight_ih).reshape(x.shape)
+        dweight_ih = product(dgates_x.T, x.reshape(T * B, -1))
+        dweight_hh = product(dgates_h.T, h[:-1].reshape(T * B, -1))
+        dbias_ih, dbias_hh = column_sums(dgates_x), column_sums(dgates_h)
     return dx, dh if has_h0 else None, dweight_ih, dweight_hh, dbias_ih, dbias_hh
 
 

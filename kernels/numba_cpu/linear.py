@@ -6,6 +6,7 @@ is in their cache, and sum the bias's gradient in vector instructions.
 
 from typing import Any
 
+from gru_ref import threads
 from gru_ref.kernels.numba_cpu._compile import FLOATS
 from gru_ref.kernels.numba_cpu._product import column_sums, product
 from gru_ref.kernels.numba_cpu.matmul import round_to
@@ -36,7 +37,9 @@ def backward(dy: Array, cache: tuple[Any, ...]) -> tuple[Array, Array, Array | N
     if rows < _FEW or not dy.dtype == x.dtype in FLOATS:
         return definition.backward(dy, cache)
     dy = dy.reshape(rows, -1)
-    dbias = column_sums(dy) if has_bias else None
-    dy = round_to(dy, precision)
-    dweight = product(dy.T, x.reshape(rows, -1))
-    return product(dy, weight).reshape(x.shape), dweight, dbias
+    rounded = round_to(dy, precision)
+    with threads.at_once():
+        dbias = column_sums(dy) if has_bias else None
+        dweight = product(rounded.T, x.reshape(rows, -1))
+        dx = product(rounded, weight)
+    return dx.reshape(x.shape), dweight, dbias

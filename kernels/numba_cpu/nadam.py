@@ -10,8 +10,8 @@ from gru_ref.kernels.numba_cpu._compile import compiled, updatable
 from gru_ref.ops import nadam as definition
 from gru_ref.types import Array
 
-_SMALL = 2**13
-"""Parameters too few for a second thread."""
+_COST = 1.4
+"""Nanoseconds a parameter."""
 
 
 def step(
@@ -71,7 +71,7 @@ def step(
         lambda i, end: _update(*(array[i:end] for array in flat), *scalars),
         params.size,
         unit=16,
-        least=_SMALL,
+        cost=_COST,
     )
 
 
