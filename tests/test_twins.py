@@ -114,6 +114,17 @@ def test_a_wrong_twin_would_show(monkeypatch, twins):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("N", "D"), [(4, 16), (3, 21)])
+def test_attention_drops_the_same_probabilities_where_there_are_more_than_vectors_hold(N, D, dtype, twins):
+    """N of 4 and of 3: four draws belong together, of four heads or across sequences."""
+    inputs = example("attention_blocked", {"dropout": 0.2}, dtype, T=70, S=75, B=3, N=N, D=D, offset=5)
+    y, _, gradients, dy = run(Backend("numpy").attention_blocked, inputs)
+    fast_y, _, fast_gradients, _ = run(twins.attention_blocked, inputs, dy)
+    for actual, expected in zip((fast_y, *fast_gradients), (y, *gradients), strict=True):
+        assert_near(actual, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", [op for op in BOTH_WAYS if op != "linear"])
 def test_a_twin_gives_the_same_bits_for_any_number_of_threads(op, dtype, twins):
     """BLAS may not (linear, and gru's large products of other sizes), so gru is compared within rounding."""

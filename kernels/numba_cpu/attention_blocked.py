@@ -2,7 +2,7 @@
 
 Faster because a thread of the pool computes one head of one sequence after the other, with the scores of a
 few queries at a time in the CPU's cache, and only those of keys that are seen. Inputs rounded to 16 bits get
-the definition, and so does dropout.
+the definition.
 """
 
 import math
@@ -12,6 +12,7 @@ import numba
 import numpy as np
 
 from gru_ref import threads
+from gru_ref.kernels.numba_cpu import _philox as philox
 from gru_ref.kernels.numba_cpu._compile import FLOATS, OPTIONS, compiled
 from gru_ref.kernels.numba_cpu._elementary import exp
 from gru_ref.kernels.numba_cpu._product import multiply, multiply_add, pack, whole_vectors
@@ -41,7 +42,8 @@ def forward(
     """As the definition; `block` is kept for its backward."""
     (T, B, N, D), S = q.shape, len(k)
     one_dtype = q.dtype == k.dtype == v.dtype and q.dtype in FLOATS
-    if precision != "fp32" or dropout or not one_dtype or T < 2 or not S:
+    drawn = philox.fits(S * T * B * N, seed, step, layer, 0) if dropout else True
+    if precision != "fp32" or not drawn or not one_dtype or T < 2 or not S:
         return definition.forward(
             q,
             k,
@@ -56,21 +58,29 @@ def forward(
         )
     q, k, v = (heads_first(_last_axis_contiguous(a)) for a in (q, k, v))
     y, lam = empty((T, B, N, D), q.dtype), np.empty((B, N, T, 1), q.dtype)
-    threads.share(lambda i, end: _heads(q, k, v, offset, y, lam, i, end), B * N)
+    mask = _mask(dropout, seed, step, layer)
+    threads.share(lambda i, end: _heads(q, k, v, offset, *mask, y, lam, i, end), B * N)
     return y, (q, k, v, heads_first(y), lam, offset, block, precision, (dropout, seed, step, layer))
 
 
 def backward(dy: Array, cache: tuple[Any, ...]) -> tuple[Array, Array, Array]:
     """As the definition."""
-    q, k, v, y, lam, offset, _, precision, (dropout, *_) = cache
+    q, k, v, y, lam, offset, _, precision, coordinates = cache
     B, N, T, D = q.shape
     one_dtype = all(a.dtype == dy.dtype for a in (q, k, v, y, lam)) and dy.dtype in FLOATS
-    if precision != "fp32" or dropout or not one_dtype or T < 2:
+    drawn = philox.fits(B * N * T * k.shape[2], *coordinates[1:], 0) if coordinates[0] else True
+    if precision != "fp32" or not drawn or not one_dtype or T < 2:
         return definition.backward(dy, cache)
     dy = heads_first(_last_axis_contiguous(dy))
     dq, dk, dv = (empty((a.shape[2], B, N, D), dy.dtype) for a in (q, k, v))
-    threads.share(lambda i, end: _heads_back(dy, q, k, v, y, lam, offset, dq, dk, dv, i, end), B * N)
+    mask = _mask(*coordinates)
+    threads.share(lambda i, end: _heads_back(dy, q, k, v, lam, offset, *mask, dq, dk, dv, i, end), B * N)
     return dq, dk, dv
+
+
+def _mask(dropout: float, seed: int, step: int, layer: int) -> tuple[float, int, int, int, int, int]:
+    """1 − dropout, the least draw that is kept, 0 for no dropout, and the coordinates of draws."""
+    return 1 - dropout, philox.bound(dropout), *philox.coordinates(seed, step, layer)
 
 
 def _last_axis_contiguous(a: Array) -> Array:
@@ -79,18 +89,34 @@ def _last_axis_contiguous(a: Array) -> Array:
 
 
 @compiled(
-    "T[:, :, :, :], T[:, :, :, :], T[:, :, :, :], intp, T[:, :, :, ::1], T[:, :, :, ::1], intp, intp",
+    "T[:, :, :, :], T[:, :, :, :], T[:, :, :, :], intp, T, intp, intp, intp, intp, intp, "
+    "T[:, :, :, ::1], T[:, :, :, ::1], intp, intp",
     fastmath=("contract", "reassoc"),
 )
-def _heads(q: Array, k: Array, v: Array, offset: int, y: Array, lam: Array, first: int, end: int) -> None:
+def _heads(
+    q: Array,
+    k: Array,
+    v: Array,
+    offset: int,
+    kept: float,
+    bound: int,
+    key_0: int,
+    key_1: int,
+    layer: int,
+    step: int,
+    y: Array,
+    lam: Array,
+    first: int,
+    end: int,
+) -> None:
     """Heads first…end−1, counted over sequences and heads: fills y (T, B, N, D) and λ (B, N, T, 1)."""
-    N, T, D = q.shape[1:]
+    B, N, T, D = q.shape
     S = k.shape[2]
     S_wide, D_wide = whole_vectors(S, q.itemsize), whole_vectors(D, q.itemsize)
     keys, values = np.empty(D * S_wide, q.dtype), np.empty(S * D_wide, q.dtype)
     s, some_y = np.empty((_QUERIES, S_wide), q.dtype), np.empty((_QUERIES, D_wide), q.dtype)
     zeros, shares = np.zeros(S_wide + D_wide, q.dtype), np.zeros(_QUERIES, q.dtype)
-    scale = _scale(q, D)
+    draws, scale = np.empty(S, np.uint32), _scale(q, D)
     for head in range(first, end):
         b, n = head // N, head % N
         pack(k[b, n].T, 0, S, keys)
@@ -102,12 +128,24 @@ def _heads(q: Array, k: Array, v: Array, offset: int, y: Array, lam: Array, firs
             for r in range(rows):
                 own = max(0, min(S, i + r + offset + 1))
                 lam[b, n, i + r, 0], shares[r] = _softmax(s[r], scale, own, seen)
+                if bound:
+                    philox.draws_apart(
+                        key_0, key_1, layer, step, ((i + r) * B + b) * N + n, T * B * N, draws[:own]
+                    )
+                    _drop(s[r], draws[:own], bound, kept)
             multiply(s[:rows, :seen], values, S, zeros, some_y[:rows], D if seen else 0)
             for r in range(rows):
                 y_row, share = some_y[r], shares[r]
                 for d in range(D):
                     y_row[d] = y_row[d] * share if seen else zeros[0]
             _put(some_y[:rows], y, i, b, n)
+
+
+@numba.njit(**OPTIONS)
+def _drop(row: Array, draws: Array, bound: int, kept: float) -> None:
+    """p̃ of p or dp of dp̃: 0 where the draw is too small, else divided by 1 − dropout."""
+    for j in range(len(draws)):
+        row[j] = row[j] / kept if np.int64(draws[j]) >= bound else row.dtype.type(0)
 
 
 @numba.njit(**OPTIONS)
@@ -157,8 +195,8 @@ def _largest(s: Array) -> float:
 
 
 @compiled(
-    "T[:, :, :, :], T[:, :, :, :], T[:, :, :, :], T[:, :, :, :], T[:, :, :, :], T[:, :, :, ::1], intp, "
-    "T[:, :, :, ::1], T[:, :, :, ::1], T[:, :, :, ::1], intp, intp",
+    "T[:, :, :, :], T[:, :, :, :], T[:, :, :, :], T[:, :, :, :], T[:, :, :, ::1], intp, T, intp, intp, intp, "
+    "intp, intp, T[:, :, :, ::1], T[:, :, :, ::1], T[:, :, :, ::1], intp, intp",
     fastmath=("contract", "reassoc"),
 )
 def _heads_back(
@@ -166,9 +204,14 @@ def _heads_back(
     q: Array,
     k: Array,
     v: Array,
-    y: Array,
     lam: Array,
     offset: int,
+    kept: float,
+    bound: int,
+    key_0: int,
+    key_1: int,
+    layer: int,
+    step: int,
     dq: Array,
     dk: Array,
     dv: Array,
@@ -176,7 +219,7 @@ def _heads_back(
     end: int,
 ) -> None:
     """Heads first…end−1: fills their part of dq (T, B, N, D), dk and dv (S, B, N, D)."""
-    N, T, D = q.shape[1:]
+    B, N, T, D = q.shape
     S = k.shape[2]
     S_wide, D_wide = whole_vectors(S, q.itemsize), whole_vectors(D, q.itemsize)
     by_key, by_value = np.empty(D * S_wide, q.dtype), np.empty(D * S_wide, q.dtype)
@@ -186,7 +229,7 @@ def _heads_back(
     some_dq = np.empty((_QUERIES, D_wide), q.dtype)
     head_dk, head_dv = np.empty((S, D_wide), q.dtype), np.empty((S, D_wide), q.dtype)
     zeros = np.zeros(S_wide + D_wide, q.dtype)
-    scale = _scale(q, D)
+    draws, scale = np.empty(S, np.uint32), _scale(q, D)
     for head in range(first, end):
         b, n = head // N, head % N
         pack(k[b, n].T, 0, S, by_key)
@@ -207,7 +250,14 @@ def _heads_back(
             # p = softmax(s)
             for r in range(rows):
                 own = max(0, min(S, i + r + offset + 1))
+                if bound:
+                    philox.draws_apart(
+                        key_0, key_1, layer, step, ((i + r) * B + b) * N + n, T * B * N, draws[:own]
+                    )
+                    _drop(ds[r], draws[:own], bound, kept)
                 _softmax_back(p[r], ds[r], lam[b, n, i + r, 0], scale, own, seen)
+                if bound:
+                    _drop(p[r], draws[:own], bound, kept)
             # s = q kᵀ/√D
             multiply(ds[:rows, :seen], keys, S, zeros, some_dq[:rows], D)
             _put(some_dq[:rows], dq, i, b, n)
