@@ -217,6 +217,32 @@ def test_the_cache_of_keys_and_values_changes_nothing(model_config):
     assert last.shape == (2, 2, 8, 4, 3, 4)
 
 
+def test_two_ways_on_from_one_state_leave_it_and_each_other_alone():
+    """States share memory, which is never written where another state has its keys."""
+    model = build()
+    ids, _ = batch(model, T=8)
+    _, state, _ = model.forward(ids[:2])
+    _, state, _ = model.forward(ids[2:3], state)
+    before = state.copy()
+    tokens = [ids[3:4], (ids[3:4] + 1) % model.config.vocab_size, ids[4:6]]
+    ways = [model.forward(part, state) for part in tokens]
+    assert np.array_equal(state, before)
+    for part, (logits, longer, _) in zip(tokens, ways, strict=True):
+        again_logits, again, _ = model.forward(part, before.copy())
+        assert np.array_equal(logits, again_logits)
+        assert np.array_equal(longer, again)
+
+
+def test_a_token_more_copies_no_keys_and_values():
+    model = build()
+    ids, _ = batch(model, T=8)
+    state, places = None, []
+    for t in range(8):
+        _, state, _ = model.forward(ids[t : t + 1], state)
+        places.append(state.ctypes.data)
+    assert len(set(places)) == 3  # room for 1, then 4, then 8, the context
+
+
 def test_a_sequence_beyond_the_context_is_refused():
     """S03: not a row of the table that is not there."""
     model = build()

@@ -73,6 +73,12 @@ def activation_floats(config: ModelConfig, T: int, B: int, segments: int = 1) ->
     return kept_floats(config, T, B, segments) + T * B * max(3 * V, V + 22 * C)
 
 
+class _KeysValues(np.ndarray[Any, Any]):
+    """Memory of states, each of which is its first so many keys and values of every block."""
+
+    used = 0  # of the longest
+
+
 class GPT2:
     """Parameters in an arena, and the model's forward and backward.
 
@@ -150,32 +156,32 @@ class GPT2:
         positions = np.arange(past, past + T)[:, None]
         x_position, position_cache = ops.embedding.forward(positions, p["position.weight"])
         x, dropout_cache = self._dropout(x + x_position, dropout_step, 0)
+        training = dropout_step is not None
+        state_after = None if training and state is None else self._longer(state, T, ids.shape[1])
         parts = split_evenly(self.config.layers, segments)
-        kept, states = [], []
+        kept = []
         for layers in parts:
             start, caches = x, []
             for layer in layers:
-                x, keys_values, cache = self._block(x, state, dropout_step, layer)
+                x, cache = self._block(x, state_after, dropout_step, layer)
                 if layers is parts[-1]:
                     caches.append(cache)
-                if dropout_step is None:
-                    states.append(np.stack(keys_values))
-                del keys_values, cache  # or they would last through the next block
+                del cache  # or it would last through the next block
             kept.append((layers, None if caches else start, caches))
         del start
         x, ln_f_cache = self._norm(x, "ln_f")
         logits, classifier_cache = ops.linear.forward(
             x, self._true_rows(p[self._classifier_weight]), None, self.precision
         )
-        blocks = (state, dropout_step, kept)
+        blocks = (state_after, dropout_step, kept)
         cache = (embedding_cache, position_cache, dropout_cache, blocks, ln_f_cache, classifier_cache)
-        return logits, np.stack(states) if states else None, cache
+        return logits, None if training else state_after, cache
 
     def backward(self, dlogits: Array, cache: tuple[Any, ...]) -> None:
         """dlogits (T, B, V): adds every parameter's gradient to `arena.grad`. A cache serves once."""
         ops, g = self.ops, self.arena.grad
         embedding_cache, position_cache, dropout_cache, blocks, ln_f_cache, classifier_cache = cache
-        state, dropout_step, kept = blocks
+        state_after, dropout_step, kept = blocks
         if not kept:
             raise ValueError("this cache has served already; backward needs a forward of its own")
         # logits = norm(xᴸ) · W_cᵀ
@@ -185,7 +191,7 @@ class GPT2:
         while kept:
             layers, x, caches = kept.pop()
             for layer in layers if not caches else ():
-                x, _, block_cache = self._block(x, state, dropout_step, layer)
+                x, block_cache = self._block(x, state_after, dropout_step, layer)
                 caches.append(block_cache)
             del x
             for layer in reversed(layers):
@@ -197,17 +203,35 @@ class GPT2:
         _, dweight = ops.embedding.backward(dx, embedding_cache)
         ops.accumulate.add(g["embedding.weight"], dweight)
 
+    def _longer(self, state: Array | None, T: int, B: int) -> Array:
+        """(L, 2, S + T, B, N, D), the first S the state's, for `_block` to fill in the rest.
+
+        In the state's own memory where it has room behind, and no other state has gone on from there: a token
+        more copies no keys and values then, and no state ever changes.
+        """
+        if state is None:
+            state = self.initial_state(B)
+        L, _, S, _, N, D = state.shape
+        memory: Any = state.base
+        if not (isinstance(memory, _KeysValues) and memory.used == S and memory.shape[2] >= S + T):
+            room = S + T if S == 0 else min(2 * (S + T), self.context)
+            memory = _KeysValues((L, 2, room, B, N, D), state.dtype)
+            memory[:, :, :S] = state
+        memory.used = S + T
+        # not a slice, whose base might be another view of the memory
+        return np.ndarray((L, 2, S + T, B, N, D), state.dtype, memory, strides=memory.strides)
+
     def _block(
-        self, x: Array, state: Array | None, dropout_step: int | None, layer: int
-    ) -> tuple[Array, tuple[Array, Array], tuple[Any, ...]]:
-        """x (T, B, C), the model's state or None -> x, the block's S + T keys and values, cache."""
+        self, x: Array, states: Array | None, dropout_step: int | None, layer: int
+    ) -> tuple[Array, tuple[Any, ...]]:
+        """x (T, B, C), keys and values whose last T are to be set, or None -> x, cache."""
         (T, B, C), N, name = x.shape, self.config.heads, f"block.{layer}"
         h, ln_1_cache = self._norm(x, f"{name}.ln_1")
         qkv, qkv_cache = self._linear(h, f"{name}.attention.qkv")
         q, k, v = np.moveaxis(qkv.reshape(T, B, 3, N, C // N), 2, 0)
-        if state is not None:
-            past_k, past_v = state[layer]
-            k, v = np.concatenate([past_k, k]), np.concatenate([past_v, v])
+        if states is not None:
+            states[layer, 0, -T:], states[layer, 1, -T:] = k, v
+            k, v = states[layer]
         y, attention_cache = self.ops.attention_blocked.forward(
             q,
             k,
@@ -230,7 +254,7 @@ class GPT2:
         h, mlp_dropout_cache = self._dropout(h, dropout_step, 3 * layer + 3)
         attention_caches = (ln_1_cache, qkv_cache, attention_cache, proj_cache, attention_dropout_cache)
         mlp_caches = (ln_2_cache, fc_cache, gelu_cache, mlp_proj_cache, mlp_dropout_cache)
-        return x + h, (k, v), (attention_caches, mlp_caches)
+        return x + h, (attention_caches, mlp_caches)
 
     def _block_backward(self, dx: Array, cache: tuple[Any, ...], layer: int) -> Array:
         """dx (T, B, C) of the block's output -> dx of its input. Past keys and values are constants."""

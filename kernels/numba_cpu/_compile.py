@@ -77,6 +77,8 @@ def compiled(signature: str, *, fastmath: tuple[str, ...] = ()) -> Callable[[Cal
 
 def for_kernel(array: Array, dtype: Any = None) -> Array:
     """`array` as kernels take it, C-contiguous, aligned and writable; a copy only where it is not."""
+    if type(array) is np.ndarray and array.flags.carray and dtype in (None, array.dtype):
+        return array
     return np.require(array, dtype, ["C", "A", "W", "E"])
 
 

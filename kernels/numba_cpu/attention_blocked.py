@@ -13,7 +13,7 @@ import numpy as np
 
 from gru_ref import threads
 from gru_ref.kernels.numba_cpu import _philox as philox
-from gru_ref.kernels.numba_cpu._compile import FLOATS, OPTIONS, compiled
+from gru_ref.kernels.numba_cpu._compile import FLOATS, OPTIONS, compiled, for_kernel
 from gru_ref.kernels.numba_cpu._elementary import exp
 from gru_ref.kernels.numba_cpu._product import multiply, multiply_add, pack, whole_vectors
 from gru_ref.kernels.numba_cpu._tile import VECTOR_BYTES, copy_vectors
@@ -22,6 +22,8 @@ from gru_ref.ops import attention_blocked as definition
 from gru_ref.ops.attention import heads_first
 from gru_ref.types import Array
 
+_COST = 0.5
+"""Nanoseconds a number of a key and of its value, for one query."""
 _QUERIES = 32
 """Queries whose scores are computed together."""
 
@@ -42,6 +44,15 @@ def forward(
     """As the definition; `block` is kept for its backward."""
     (T, B, N, D), S = q.shape, len(k)
     one_dtype = q.dtype == k.dtype == v.dtype and q.dtype in FLOATS
+    if T == 1 and one_dtype and precision == "fp32" and not dropout and 0 < S <= offset + 1:
+        one_q, one_k, one_v = (for_kernel(a).reshape(len(a), B * N, D) for a in (q, k, v))
+        y, lam = np.empty((1, B, N, D), q.dtype), np.empty((B, N, 1, 1), q.dtype)
+        y_and_lam = y.reshape(B * N, D), lam.reshape(-1)
+        threads.share(
+            lambda i, end: _one_query(one_q[0], one_k, one_v, *y_and_lam, i, end), B * N, cost=_COST * S * D
+        )
+        q, k, v = (heads_first(a) for a in (q, k, v))
+        return y, (q, k, v, heads_first(y), lam, offset, block, precision, (dropout, seed, step, layer))
     drawn = philox.fits(S * T * B * N, seed, step, layer, 0) if dropout else True
     if precision != "fp32" or not drawn or not one_dtype or T < 2 or not S:
         return definition.forward(
@@ -139,6 +150,33 @@ def _heads(
                 for d in range(D):
                     y_row[d] = y_row[d] * share if seen else zeros[0]
             _put(some_y[:rows], y, i, b, n)
+
+
+@compiled(
+    "T[:, ::1], T[:, :, ::1], T[:, :, ::1], T[:, ::1], T[::1], intp, intp", fastmath=("contract", "reassoc")
+)
+def _one_query(q: Array, k: Array, v: Array, y: Array, lam: Array, first: int, end: int) -> None:
+    """A query that sees all keys, of heads first…end−1: q and y (heads, D), k and v (S, heads, D).
+
+    Token by token, all heads, as they lie in memory: reading them is the work.
+    """
+    S, _, D = k.shape
+    s, scale = np.empty((end - first, S), q.dtype), _scale(q, D)
+    for j in range(S):
+        for head in range(first, end):
+            key, query, total = k[j, head], q[head], q.dtype.type(0)
+            for d in range(D):
+                total += key[d] * query[d]
+            s[head - first, j] = total
+    for head in range(first, end):
+        lam[head], share = _softmax(s[head - first], scale, S, S)
+        s[head - first] *= share
+        y[head] = 0
+    for j in range(S):
+        for head in range(first, end):
+            value, p, out = v[j, head], s[head - first, j], y[head]
+            for d in range(D):
+                out[d] += p * value[d]
 
 
 @numba.njit(**OPTIONS)
