@@ -96,12 +96,21 @@ class Ascii100(Tokenizer):
     start_id = 4
 
     _ID_OF_BYTE = bytes(4 if b == 10 else b - 27 if 32 <= b <= 126 else 1 for b in range(256))
+    _TOGETHER = 2**17  # bytes whose temporary arrays stay in the cache, and need no new memory
     _BYTE_OF_ID = bytes([0, 0x80, 0, 0, 10, *range(32, 127)])  # 0x80 and 0: no other id has these
     _REPLACEMENT = "\ufffd".encode()
 
     def encode(self, data: bytes) -> Array:
-        """What _ID_OF_BYTE says, three times as fast as looking it up; the arithmetic is modulo 256."""
-        byte, offset, highest = np.frombuffer(data, np.uint8), np.uint8(32), np.uint8(126 - 32)
+        byte = np.frombuffer(data, np.uint8)
+        ids = np.empty_like(byte)
+        for start in range(0, len(byte), self._TOGETHER):
+            some = slice(start, start + self._TOGETHER)
+            ids[some] = self._ids(byte[some])
+        return ids
+
+    def _ids(self, byte: Array) -> Array:
+        """What _ID_OF_BYTE says, faster than looking it up; the arithmetic is modulo 256."""
+        offset, highest = np.uint8(32), np.uint8(126 - 32)
         printable = (byte - offset <= highest).view(np.uint8)
         newline = (byte == 10).view(np.uint8)
         return (byte - np.uint8(28)) * printable + newline * np.uint8(3) + np.uint8(self.unknown_id)
