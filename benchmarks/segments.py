@@ -21,33 +21,28 @@ import numpy as np
 
 from gru_ref import Backend, plan
 from gru_ref.config import Config, OptimizerConfig
+from gru_ref.kernels.numba_cpu import _workspace
 from gru_ref.models import family
 from gru_ref.training.optimizer import Optimizer
 from gru_ref.training.step import train_step
 
 SEGMENTS = (1, 2, 4, 8)
-MODELS = {
-    "GRU, L 2, H 256": {"layers": 2, "hidden": 256},
-    "GPT-2, L 8, C 128": {
-        "kind": "gpt2",
-        "layers": 8,
-        "hidden": 128,
-        "heads": 4,
-        "context": 128,
-        "tied": True,
-    },
+GPT2 = {"kind": "gpt2", "layers": 8, "hidden": 128, "heads": 4, "context": 128, "tied": True}
+MODELS = {  # each is cut into 8 parts at most: a window of 16,384 tokens, 8 blocks
+    "GRU, L 2, H 256": ({"layers": 2, "hidden": 256}, {"seq_len": 512, "batch_size": 32}),
+    "GPT-2, L 8, C 128": (GPT2, {"seq_len": 128, "batch_size": 32}),
 }
-BATCH = {"seq_len": 128, "batch_size": 32}
 
 
 def main(rounds: int) -> None:
     """Print one table for each model and backend."""
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()},", end=" ")
     print(f"NumPy {np.__version__}, {os.environ['OPENBLAS_NUM_THREADS']} BLAS thread(s), {rounds} rounds")
-    for name, shape in MODELS.items():
-        config = Config().replace("model", vocab_size=100, **shape).replace("train", **BATCH)
+    for name, (shape, batch) in MODELS.items():
+        config = Config().replace("model", vocab_size=100, **shape).replace("train", **batch)
         for kernels in ("numpy", "numba"):
-            print(f"\n{name}, T {BATCH['seq_len']}, B {BATCH['batch_size']}, {kernels}")
+            config = config.replace("run", kernels=kernels)
+            print(f"\n{name}, T {batch['seq_len']}, B {batch['batch_size']}, {kernels}")
             print("  K  seconds      CPU seconds      peak MB  predicted MB")
             step = stepper(config, kernels)
             for K, times in measure(step, rounds).items():
@@ -81,7 +76,8 @@ def measure(step, rounds: int) -> dict[int, list[tuple[float, float]]]:
 
 
 def peak(step) -> int:
-    """Bytes that a step holds at most, beyond what was there before it."""
+    """Bytes that a step holds at most, beyond what was there before it; no memory of an earlier one serves."""
+    _workspace._free.clear()
     tracemalloc.start()
     step()
     bytes_at_peak = tracemalloc.get_traced_memory()[1]

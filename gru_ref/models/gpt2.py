@@ -63,14 +63,18 @@ def kept_floats(config: ModelConfig, T: int, B: int, segments: int = 1) -> int:
     return T * B * (len(parts[-1]) * (16 * C + config.heads + 2) + (len(parts) - 1) * C + 2 * C + 1)
 
 
-def activation_floats(config: ModelConfig, T: int, B: int, segments: int = 1) -> int:
+def activation_floats(config: ModelConfig, T: int, B: int, segments: int = 1, pooled: bool = False) -> int:
     """How many floats a forward and backward over a (T, B) batch hold at their peak, weights aside.
 
     Beside `kept_floats`, the peak is either at the loss, with logits, log p and their difference or gradient
-    (3V), or in the backward of a GELU, with dlogits (V), what passes by (2C) and five times 4C.
+    (3V), or in the backward of a GELU, with dlogits (V), what passes by (2C) and five times 4C. pooled: where
+    memory only serves again for an array of the same size, it is both, and a gradient of every shape.
     """
     V, C = config.vocab_size, config.hidden
-    return kept_floats(config, T, B, segments) + T * B * max(3 * V, V + 22 * C)
+    kept = kept_floats(config, T, B, segments)
+    if pooled:
+        return kept + T * B * (3 * V + 22 * C) + V * C + 8 * C * C
+    return kept + T * B * max(3 * V, V + 22 * C)
 
 
 class _KeysValues(np.ndarray[Any, Any]):

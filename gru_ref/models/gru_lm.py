@@ -64,7 +64,7 @@ def kept_floats(config: ModelConfig, T: int, B: int, segments: int = 1) -> int:
     return B * (T * H + len(grouped) * L * H) + _slice_floats(config, B, grouped[-1])
 
 
-def activation_floats(config: ModelConfig, T: int, B: int, segments: int = 1) -> int:
+def activation_floats(config: ModelConfig, T: int, B: int, segments: int = 1, pooled: bool = False) -> int:
     """How many floats a forward and backward over a (T, B) batch hold at their peak, weights aside.
 
     Beside xᴸ and the states that forward keeps, and what a segment keeps, the peak is
@@ -73,6 +73,8 @@ def activation_floats(config: ModelConfig, T: int, B: int, segments: int = 1) ->
     - or in a slice's backward, with dlogits (P), dxᴸ (H) and where E is not H dx⁰ of every token, and of the
       slice's own dgates_x and dgates_h (3H each), dy (H) unless L = 1, and dx, and the gradients of a layer,
     - or in the embedding's, with dlogits, dxᴸ, dx⁰, its sorted copy and the table of its gradient.
+
+    pooled: where memory only serves again for an array of the same size, logits and log p are there in all.
     """
     P, H, L = padded_vocab(config), config.hidden, config.layers
     E = config.embedding or H
@@ -80,7 +82,7 @@ def activation_floats(config: ModelConfig, T: int, B: int, segments: int = 1) ->
     in_segment = [_slice_floats(config, B, slices) for slices in grouped]
     longest = B * max(steps.stop - steps.start for slices in grouped for steps in slices)
     widest = max(E if L <= 2 else 0, H if L > 1 else 0)
-    passing = T * B * (P + H + (0 if E == H else E))
+    passing = T * B * ((3 if pooled else 1) * P + H + (0 if E == H else E))
     return (
         T * B * H
         + len(grouped) * L * B * H

@@ -31,19 +31,22 @@ def memory(config: Config) -> dict[str, int]:
     """Bytes that a training step holds at once, by purpose; see `activation_floats` of the model.
 
     Activations are what forward keeps for backward, workspace is what the peak needs beside them. The
-    optimizer's definition needs four temporaries of the size of what it updates, the matrices and then the
-    rest, but only after the activations are gone; its twin needs none. Copies rounded to fp16 or bf16, and
-    dropout's, are not counted.
+    optimizer's definition needs temporaries of the size of what it updates, the matrices and then the rest,
+    but only after the activations are gone: Nadam four, AdamW three, and another for a decay that is not
+    decoupled; its twin needs none. Copies rounded to fp16 or bf16, and dropout's, are not counted.
     """
     rows = parameters(config)
     n = sum(row.count for row in rows)
     train, model = config.train, family(config.model.kind)
     shape = (config.model, train.seq_len, train.batch_size, train.segments)
-    kept, peak = model.kept_floats(*shape), model.activation_floats(*shape)
+    pooled = config.run.kernels == "numba"
+    kept, peak = model.kept_floats(*shape), model.activation_floats(*shape, pooled)
     largest_update = max(
         sum(row.count for row in rows if row.decayed is decayed) for decayed in (True, False)
     )
-    temporaries = 0 if config.run.kernels == "numba" else 4 * largest_update
+    optimizer = config.optimizer
+    coupled = optimizer.weight_decay > 0 and not optimizer.decoupled
+    temporaries = 0 if pooled else ({"nadam": 4, "adamw": 3}[optimizer.name] + coupled) * largest_update
     return {
         "parameters": 4 * n,
         "gradients": 4 * n,
