@@ -76,7 +76,7 @@ def measure(step, rounds: int) -> dict[int, list[tuple[float, float]]]:
 
 
 def peak(step) -> int:
-    """Bytes that a step holds at most, beyond what was there before it; no memory of an earlier one serves."""
+    """Bytes that a step holds at most beyond what was there before; no memory of an earlier step serves."""
     _workspace._free.clear()
     tracemalloc.start()
     step()
