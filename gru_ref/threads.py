@@ -118,7 +118,8 @@ def at_once() -> Iterator[None]:
 
     So nothing within it may read what another share within it writes.
     """
-    _local.waiting = waiting = []
+    waiting: list[list[_Call]] = []
+    _local.waiting = waiting
     try:
         yield
     finally:

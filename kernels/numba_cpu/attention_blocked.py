@@ -76,15 +76,15 @@ def forward(
 
 def backward(dy: Array, cache: tuple[Any, ...]) -> tuple[Array, Array, Array]:
     """As the definition."""
-    q, k, v, y, lam, offset, _, precision, coordinates = cache
+    q, k, v, y, lam, offset, _, precision, (dropout, seed, step, layer) = cache
     B, N, T, D = q.shape
     one_dtype = all(a.dtype == dy.dtype for a in (q, k, v, y, lam)) and dy.dtype in FLOATS
-    drawn = philox.fits(B * N * T * k.shape[2], *coordinates[1:], 0) if coordinates[0] else True
+    drawn = philox.fits(B * N * T * k.shape[2], seed, step, layer, 0) if dropout else True
     if precision != "fp32" or not drawn or not one_dtype or T < 2:
         return definition.backward(dy, cache)
     dy = heads_first(_last_axis_contiguous(dy))
     dq, dk, dv = (empty((a.shape[2], B, N, D), dy.dtype) for a in (q, k, v))
-    mask = _mask(*coordinates)
+    mask = _mask(dropout, seed, step, layer)
     threads.share(lambda i, end: _heads_back(dy, q, k, v, lam, offset, *mask, dq, dk, dv, i, end), B * N)
     return dq, dk, dv
 

@@ -4,6 +4,7 @@ Faster because one pass reads each gradient once and makes no float64 copy, and 
 Squares are summed in float64 in blocks of a fixed length, so the norm is the same for any number of threads.
 """
 
+import functools
 import math
 from collections.abc import Iterable
 
@@ -29,9 +30,8 @@ def global_norm(grads: Iterable[Array]) -> float:
             continue
         flat = for_kernel(g).reshape(-1)
         sums = np.empty(-(-len(flat) // _BLOCK))
-        threads.share(
-            lambda i, end, g=flat, sums=sums: _squares(g, i, end, sums), len(sums), cost=_COST * _BLOCK
-        )  # type: ignore[misc]
+        squares = functools.partial(_squares, flat, sums)
+        threads.share(squares, len(sums), cost=_COST * _BLOCK)
         total += float(sums.sum())
     return math.sqrt(total)
 
@@ -47,8 +47,8 @@ def clip(grads: Array, norm: float, max_norm: float) -> None:
         threads.share(part, len(flat), unit=16, cost=_COST)
 
 
-@compiled("T[::1], intp, intp, float64[::1]", fastmath=("contract", "reassoc"))
-def _squares(g: Array, first: int, end: int, sums: Array) -> None:
+@compiled("T[::1], float64[::1], intp, intp", fastmath=("contract", "reassoc"))
+def _squares(g: Array, sums: Array, first: int, end: int) -> None:
     for block in range(first, end):
         part = g[block * _BLOCK : (block + 1) * _BLOCK]
         total = 0.0
