@@ -126,7 +126,7 @@ class TrainView:
         self.steps, self.log_every = event["steps"], train["log_every"]
 
     def _on_compiling(self, event: Event) -> None:
-        self.line("compiling kernels, once for this machine and version")
+        self.line("compiling kernels for this machine and version")
 
     def _on_compiled(self, event: Event) -> None:
         self.line(f"compiled {event['kernels']} kernels in {event['seconds']:.1f} s")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @click.option("--all", "with_long", is_flag=True, help="Also those that take minutes.")
 @click.option(
     "--seconds",
-    type=click.FloatRange(0, min_open=True),
+    type=click.FloatRange(0, 86_400, min_open=True),
     default=10.0,
     show_default=True,
     metavar="S",

@@ -29,7 +29,7 @@ class _Positive(click.ParamType):
         except ValueError:
             self.fail(f"{value!r} is not a number", param, ctx)
         if not (0 < number <= self.most and math.isfinite(number)):
-            bound = "" if self.most == math.inf else f" and at most {self.most:g}"
+            bound = " and finite" if self.most == math.inf else f" and at most {self.most:g}"
             self.fail(f"{value} must be above 0{bound}", param, ctx)
         return number
 

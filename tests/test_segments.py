@@ -1,6 +1,7 @@
 """Activations computed again in K segments change no bit of a loss, a gradient or a run (N02, N10)."""
 
 import dataclasses
+import tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,11 +10,14 @@ import pytest
 from gru_ref.backend import KERNEL_FOLDERS, Backend
 from gru_ref.checkpoint import load_checkpoint, save_checkpoint
 from gru_ref.config import ModelConfig
+from gru_ref.data.windows import Windows
 from gru_ref.gradient_check import gradcheck
+from gru_ref.kernels.numba_cpu import _workspace
 from gru_ref.models import family, gru_lm, split_evenly
 from gru_ref.models.gru_lm import GRULM
 from gru_ref.ops.cross_entropy import IGNORE
 from gru_ref.training import resume, train
+from gru_ref.training.evaluation import evaluate
 from gru_ref.training.step import accumulate
 
 T, B, V = 19, 3, 11
@@ -201,3 +205,20 @@ def test_a_run_in_segments_ends_with_the_checkpoint_of_one_without(
 def test_slices_have_at_least_two_thousand_tokens_and_are_at_most_eight(T, B, slices, monkeypatch):
     monkeypatch.undo()
     assert gru_lm.time_slices(T, B) == slices
+
+
+@pytest.mark.parametrize("kernels", ["numpy", "numba"])
+@pytest.mark.parametrize("name", ["gru without dropout", "gpt2 without dropout"])
+def test_an_evaluation_needs_no_more_memory_than_a_step_in_as_many_segments_as_there_are(name, kernels):
+    """Else a run that fits thanks to its segments would end at its first validation."""
+    T, B = 128, 16
+    config = dataclasses.replace(MODELS[name], hidden=64, context=T if "gpt2" in name else 0, layers=4)
+    model = build(config, backend=Backend(kernels))
+    windows = Windows(np.random.default_rng(0).integers(0, V, 4 * B * T + 1), T, seed=1)
+    evaluate(model, windows, batch_size=B, max_tokens=T)  # compiles
+    _workspace._free.clear()
+    tracemalloc.start()
+    evaluate(model, windows, batch_size=B)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 * family(config.kind).activation_floats(config, T, B, 2**16, kernels == "numba")

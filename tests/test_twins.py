@@ -274,3 +274,25 @@ for a, b, inputs, back in ((twin, attention_blocked, (q, k, v), dy), (gru_twin, 
     environment = os.environ | {"NUMBA_DISABLE_JIT": "1"}
     run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert (run.returncode, run.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_linear_layer_of_float64_has_the_definitions_dtype_in_every_precision(precision, bias, twins):
+    inputs = example("linear", {"bias": bias, "lead": (20,)}, np.float64) | {"precision": precision}
+    y, _, gradients, dy = run(Backend("numpy").linear, inputs)
+    fast_y, _, fast_gradients, _ = run(twins.linear, inputs, dy)
+    for actual, expected in zip((fast_y, *fast_gradients), (y, *gradients), strict=True):
+        assert_near(actual, expected, np.float64 if precision == "fp32" else np.float32)
+
+
+def test_a_nan_that_dropout_leaves_out_is_still_seen_in_the_gradients(twins):
+    """0 · NaN is NaN in the definition, so a broken value is found whatever the draw."""
+    inputs = example("attention_blocked", {"dropout": 0.5}, np.float32, T=3, S=28, B=1, N=2, D=1, offset=25)
+    for seed in range(20):
+        inputs["seed"] = seed
+        inputs["v"][0] = np.nan
+        _, _, gradients, dy = run(Backend("numpy").attention_blocked, inputs)
+        _, _, fast_gradients, _ = run(twins.attention_blocked, inputs, dy)
+        for actual, expected in zip(fast_gradients, gradients, strict=True):
+            assert np.array_equal(np.isnan(actual), np.isnan(expected))

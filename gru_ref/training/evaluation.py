@@ -35,6 +35,10 @@ class Evaluation:
         return asdict(self)
 
 
+_MANY = 2**16
+"""Segments: more than any model is cut into."""
+
+
 def bits_per_byte(nats: float, n_bytes: int | None) -> float | None:
     """Σ nats / (ln 2 · bytes), or None where there are no bytes to divide by."""
     return nats / (math.log(2) * n_bytes) if n_bytes else None
@@ -62,7 +66,8 @@ def evaluate(
     for start in range(0, len(chosen), batch_size):
         inputs, targets = windows.batch(chosen[start : start + batch_size])
         with np.errstate(over="ignore", invalid="ignore"):  # the figures say what came of it
-            logits, _, _ = model.forward(inputs)
+            # nothing goes backward: of many segments forward keeps one, and only the logits stay
+            logits = model.forward(inputs, segments=_MANY)[0]
             logits, targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
             losses, _ = model.ops.cross_entropy.forward(logits, targets, vocab_size=model.config.vocab_size)
         nats += float(losses.sum(dtype=np.float64))

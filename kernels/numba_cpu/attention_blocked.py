@@ -181,9 +181,10 @@ def _one_query(q: Array, k: Array, v: Array, y: Array, lam: Array, first: int, e
 
 @numba.njit(**OPTIONS)
 def _drop(row: Array, draws: Array, bound: int, kept: float) -> None:
-    """p̃ of p or dp of dp̃: 0 where the draw is too small, else divided by 1 − dropout."""
+    """p̃ of p or dp of dp̃: times 0 where the draw is too small, which NaN survives, over 1 − dropout."""
+    zero, one = row.dtype.type(0), row.dtype.type(1)
     for j in range(len(draws)):
-        row[j] = row[j] / kept if np.int64(draws[j]) >= bound else row.dtype.type(0)
+        row[j] = row[j] * (one if np.int64(draws[j]) >= bound else zero) / kept
 
 
 @numba.njit(**OPTIONS)

@@ -6,6 +6,8 @@ is in their cache, and sum the bias's gradient in vector instructions.
 
 from typing import Any
 
+import numpy as np
+
 from gru_ref import threads
 from gru_ref.kernels.numba_cpu._compile import FLOATS
 from gru_ref.kernels.numba_cpu._product import column_sums, product
@@ -23,7 +25,8 @@ def forward(
     """As the definition."""
     rows = x.size // x.shape[-1]
     one_dtype = x.dtype == weight.dtype in FLOATS and (bias is None or bias.dtype == x.dtype)
-    if rows < _FEW or not one_dtype:
+    rounds_float64 = precision != "fp32" and x.dtype != np.float32  # to float32, which a bias widens again
+    if rows < _FEW or not one_dtype or rounds_float64:
         return definition.forward(x, weight, bias, precision)
     x, weight = round_to(x, precision), round_to(weight, precision)
     y = product(x.reshape(rows, -1), weight.T, bias)
