@@ -17,7 +17,7 @@ from numba.extending import register_jitable
 
 from gru_ref import threads
 from gru_ref.kernels.numba_cpu._compile import OPTIONS, compiled, for_kernel
-from gru_ref.kernels.numba_cpu._tile import VECTOR_BYTES, copy_vectors, tiles, transpose_vectors
+from gru_ref.kernels.numba_cpu._tile import VECTOR_BYTES, copy_vectors, tiles_2, tiles_3, transpose_vectors
 from gru_ref.kernels.numba_cpu._workspace import empty
 from gru_ref.types import Array
 
@@ -86,7 +86,11 @@ def _multiply(A: Array, P: Array, rows_of_B: int, first: int, first_row: int, C:
         f, f_row, c = first + j * size, first_row, C.ctypes.data + j * size
         for k in range(0, K, _DEPTH):
             p, a = j * rows_of_B + k * vectors * lanes, A.ctypes.data + k * a_k * size
-            tiles(P, p, vectors, a, a_row, a_k, f, f_row, c, c_row, M, min(_DEPTH, K - k))
+            depth = min(_DEPTH, K - k)
+            if vectors == 3:
+                tiles_3(P, p, a, a_row, a_k, f, f_row, c, c_row, M, depth)
+            else:
+                tiles_2(P, p, a, a_row, a_k, f, f_row, c, c_row, M, depth)
             f, f_row = c, c_row
         j += vectors * lanes
 

@@ -270,49 +270,32 @@ def _make_keep_apart() -> Any:
     return made
 
 
-keep_apart = _make_keep_apart()
-_tile_1_3, _tile_2_3, _tile_4_3, _tile_rows_3 = (_make_tile(rows, 3) for rows in (1, 2, 4, _ROWS))
-_tile_1_2, _tile_2_2, _tile_4_2 = (_make_tile(rows, 2) for rows in (1, 2, 4))
-copy_vectors, transpose_vectors = _make_copy(), _make_transpose()
+def _make_tiles(largest: int, vectors: int) -> Callable[..., None]:
+    """tiles(P, p, a, a_row, a_k, f, f_row, c, c_row, M, K): those of M rows of C below one another."""
+    tile_largest, tile_4, tile_2, tile_1 = (_make_tile(rows, vectors) for rows in (largest, 4, 2, 1))
 
-
-@numba.njit(**OPTIONS)
-def tiles(
-    P: Array,
-    p: int,
-    vectors: int,
-    a: int,
-    a_row: int,
-    a_k: int,
-    f: int,
-    f_row: int,
-    c: int,
-    c_row: int,
-    M: int,
-    K: int,
-) -> None:
-    """The tiles of M rows of C below one another; the arguments are those of a tile."""
-    keep_apart()
-    a_step, f_step, c_step = a_row * P.itemsize, f_row * P.itemsize, c_row * P.itemsize
-    i = 0
-    if vectors == 3:
-        while i + _ROWS <= M:
-            _tile_rows_3(P, p, a + i * a_step, a_row, a_k, f + i * f_step, f_row, c + i * c_step, c_row, K)
-            i += _ROWS
-        if i + 4 <= M:
-            _tile_4_3(P, p, a + i * a_step, a_row, a_k, f + i * f_step, f_row, c + i * c_step, c_row, K)
-            i += 4
-        if i + 2 <= M:
-            _tile_2_3(P, p, a + i * a_step, a_row, a_k, f + i * f_step, f_row, c + i * c_step, c_row, K)
-            i += 2
-        if i < M:
-            _tile_1_3(P, p, a + i * a_step, a_row, a_k, f + i * f_step, f_row, c + i * c_step, c_row, K)
-    else:
+    @numba.njit(**OPTIONS)
+    def tiles(
+        P: Array, p: int, a: int, a_row: int, a_k: int, f: int, f_row: int, c: int, c_row: int, M: int, K: int
+    ) -> None:
+        keep_apart()
+        a_step, f_step, c_step = a_row * P.itemsize, f_row * P.itemsize, c_row * P.itemsize
+        i = 0
+        while i + largest <= M:
+            tile_largest(P, p, a + i * a_step, a_row, a_k, f + i * f_step, f_row, c + i * c_step, c_row, K)
+            i += largest
         while i + 4 <= M:
-            _tile_4_2(P, p, a + i * a_step, a_row, a_k, f + i * f_step, f_row, c + i * c_step, c_row, K)
+            tile_4(P, p, a + i * a_step, a_row, a_k, f + i * f_step, f_row, c + i * c_step, c_row, K)
             i += 4
         if i + 2 <= M:
-            _tile_2_2(P, p, a + i * a_step, a_row, a_k, f + i * f_step, f_row, c + i * c_step, c_row, K)
+            tile_2(P, p, a + i * a_step, a_row, a_k, f + i * f_step, f_row, c + i * c_step, c_row, K)
             i += 2
         if i < M:
-            _tile_1_2(P, p, a + i * a_step, a_row, a_k, f + i * f_step, f_row, c + i * c_step, c_row, K)
+            tile_1(P, p, a + i * a_step, a_row, a_k, f + i * f_step, f_row, c + i * c_step, c_row, K)
+
+    return tiles
+
+
+keep_apart = _make_keep_apart()
+tiles_2, tiles_3 = _make_tiles(_ROWS, 2), _make_tiles(_ROWS, 3)
+copy_vectors, transpose_vectors = _make_copy(), _make_transpose()

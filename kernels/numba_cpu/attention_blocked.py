@@ -121,7 +121,7 @@ def _heads(
     end: int,
 ) -> None:
     """Heads first…end−1, counted over sequences and heads: fills y (T, B, N, D) and λ (B, N, T, 1)."""
-    B, N, T, D = q.shape
+    N, T, D = q.shape[1:]
     S = k.shape[2]
     S_wide, D_wide = whole_vectors(S, q.itemsize), whole_vectors(D, q.itemsize)
     keys, values = np.empty(D * S_wide, q.dtype), np.empty(S * D_wide, q.dtype)
@@ -140,9 +140,7 @@ def _heads(
                 own = max(0, min(S, i + r + offset + 1))
                 lam[b, n, i + r, 0], shares[r] = _softmax(s[r], scale, own, seen)
                 if bound:
-                    philox.draws_apart(
-                        key_0, key_1, layer, step, ((i + r) * B + b) * N + n, T * B * N, draws[:own]
-                    )
+                    _draws((key_0, key_1, layer, step), q.shape, b, n, i + r, draws[:own])
                     _drop(s[r], draws[:own], bound, kept)
             multiply(s[:rows, :seen], values, S, zeros, some_y[:rows], D if seen else 0)
             for r in range(rows):
@@ -177,6 +175,15 @@ def _one_query(q: Array, k: Array, v: Array, y: Array, lam: Array, first: int, e
             value, p, out = v[j, head], s[head - first, j], y[head]
             for d in range(D):
                 out[d] += p * value[d]
+
+
+@numba.njit(**OPTIONS)
+def _draws(
+    coordinates: tuple[int, ...], shape: tuple[int, ...], b: int, n: int, i: int, result: Array
+) -> None:
+    """Those of p_ij for j = 0, 1, …, which have the indices ((j·T + i)·B + b)·N + n; shape (B, N, T, D)."""
+    B, N, T, _ = shape
+    philox.draws_apart(*coordinates, (i * B + b) * N + n, T * B * N, result)
 
 
 @numba.njit(**OPTIONS)
@@ -258,7 +265,7 @@ def _heads_back(
     end: int,
 ) -> None:
     """Heads first…end−1: fills their part of dq (T, B, N, D), dk and dv (S, B, N, D)."""
-    B, N, T, D = q.shape
+    N, T, D = q.shape[1:]
     S = k.shape[2]
     S_wide, D_wide = whole_vectors(S, q.itemsize), whole_vectors(D, q.itemsize)
     by_key, by_value = np.empty(D * S_wide, q.dtype), np.empty(D * S_wide, q.dtype)
@@ -290,9 +297,7 @@ def _heads_back(
             for r in range(rows):
                 own = max(0, min(S, i + r + offset + 1))
                 if bound:
-                    philox.draws_apart(
-                        key_0, key_1, layer, step, ((i + r) * B + b) * N + n, T * B * N, draws[:own]
-                    )
+                    _draws((key_0, key_1, layer, step), q.shape, b, n, i + r, draws[:own])
                     _drop(ds[r], draws[:own], bound, kept)
                 _softmax_back(p[r], ds[r], lam[b, n, i + r, 0], scale, own, seen)
                 if bound:
