@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gru_ref import Backend, ops, random
+from gru_ref import Backend, ops, random, threads
 from gru_ref.backend import KERNEL_FOLDERS, public_functions
 from gru_ref.ops import adamw, clip, cross_entropy, dropout, embedding, gru, linear, matmul, nadam
 
@@ -148,7 +148,8 @@ def test_updates_in_place_are_those_of_the_definition_in_float64(op, backend, dt
     inputs = getattr(ops, op).example(np.random.default_rng(0), n=1151, dtype=dtype)
     actual = {k: v.copy() if is_float(v) else v for k, v in inputs.items()}
     expected = {k: v.astype(np.float64) if is_float(v) else v for k, v in inputs.items()}
-    assert getattr(getattr(Backend(backend), op), UPDATE[op])(**actual) is None
+    result = getattr(getattr(Backend(backend), op), UPDATE[op])(**actual)
+    assert result is (True if "params" in inputs else None)
     getattr(getattr(ops, op), UPDATE[op])(**expected)
     for key in (k for k, v in inputs.items() if is_float(v)):
         assert actual[key].dtype == dtype
@@ -686,6 +687,22 @@ def test_l2_decay_is_a_gradient(run_optimizer):
     """The first step with λ·θ added to g is the plain one with that gradient; g itself stays as it is."""
     assert run_optimizer([0.3], weight_decay=0.1, decoupled=False) == run_optimizer([0.3 + 0.1 * 1.0])
     assert run_optimizer([0.3], weight_decay=0.1, decoupled=False) != run_optimizer([0.3])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("backend", KERNEL_FOLDERS)
+@pytest.mark.parametrize("op", ["adamw", "nadam"])
+def test_a_step_tells_whether_parameters_and_second_moments_are_finite(op, backend, dtype, value):
+    """A vector's lanes and the rest behind them; with two threads, in the part of either."""
+    step, n = getattr(Backend(backend), op).step, 150_007
+    with np.errstate(all="ignore"), threads.limited(2):
+        for name in ("params", "v"):
+            for place in (0, 5, n // 2 + 9, n - 1):
+                inputs = getattr(ops, op).example(np.random.default_rng(0), n=n, dtype=dtype)
+                assert step(**inputs) is True
+                inputs[name][place] = value
+                assert step(**inputs) is False
 
 
 def test_the_global_norm_is_over_all_arrays_in_float64():

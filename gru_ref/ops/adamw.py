@@ -28,8 +28,11 @@ def step(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     decoupled: bool = True,
-) -> None:
-    """One update of params, m and v (all of one shape) in place."""
+) -> bool:
+    """One update of params, m and v (all of one shape) in place.
+
+    Returns whether params and v are finite afterwards: an infinite v would freeze its parameter for ever.
+    """
     if weight_decay and decoupled:
         params *= 1 - lr * weight_decay
     elif weight_decay:
@@ -39,6 +42,7 @@ def step(
     v *= beta2
     v += (1 - beta2) * np.square(grads)
     params -= lr / (1 - beta1**t) * m / (np.sqrt(v / (1 - beta2**t)) + eps)
+    return bool(np.isfinite(params).all() and np.isfinite(v).all())
 
 
 def example(rng: np.random.Generator, n: int = 7, dtype: Any = np.float64) -> dict[str, Any]:

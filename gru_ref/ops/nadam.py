@@ -41,8 +41,11 @@ def step(
     weight_decay: float = 0.0,
     decoupled: bool = True,
     variant: str = "torch",
-) -> None:
-    """One update of params, m and v (all of one shape) in place; mu_product is Π_t, with this step's μ_t."""
+) -> bool:
+    """One update of params, m and v (all of one shape) in place; mu_product is Π_t, with this step's μ_t.
+
+    Returns whether params and v are finite afterwards: an infinite v would freeze its parameter for ever.
+    """
     mu, mu_next = momentum(t, beta1, variant), momentum(t + 1, beta1, variant)
     if weight_decay and decoupled:
         params *= 1 - lr * weight_decay
@@ -54,6 +57,7 @@ def step(
     v += (1 - beta2) * np.square(grads)
     direction = (1 - mu) / (1 - mu_product) * grads + mu_next / (1 - mu_product * mu_next) * m
     params -= lr * direction / (np.sqrt(v / (1 - beta2**t)) + eps)
+    return bool(np.isfinite(params).all() and np.isfinite(v).all())
 
 
 def example(rng: np.random.Generator, n: int = 7, dtype: Any = np.float64) -> dict[str, Any]:

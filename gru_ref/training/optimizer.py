@@ -16,8 +16,11 @@ class Optimizer:
         self.t = 0
         self.mu_product = 1.0  # Nadam's Π_t; state, so it is in the checkpoint
 
-    def step(self, arena: Arena, lr: float) -> None:
-        """Update all parameters from `arena.grads`; weight decay reaches `arena.decayed` only."""
+    def step(self, arena: Arena, lr: float) -> bool:
+        """Update all parameters from `arena.grads`; weight decay reaches `arena.decayed` only.
+
+        Returns whether parameters and second moments are finite afterwards.
+        """
         c = self.config
         self.t += 1
         options: dict[str, Any] = {"t": self.t, "lr": lr, "beta1": c.beta1, "beta2": c.beta2, "eps": c.eps}
@@ -27,8 +30,9 @@ class Optimizer:
             options |= {"mu_product": self.mu_product, "variant": c.variant}
         else:
             update = self.ops.adamw.step
+        finite = True
         for part, weight_decay in ((arena.decayed, c.weight_decay), (arena.rest, 0.0)):
-            update(
+            finite &= update(
                 arena.params[part],
                 arena.grads[part],
                 arena.m[part],
@@ -37,6 +41,7 @@ class Optimizer:
                 decoupled=c.decoupled,
                 **options,
             )
+        return finite
 
     def scalars(self) -> dict[str, int | float]:
         """What a checkpoint must hold beside the moments."""

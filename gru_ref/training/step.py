@@ -76,14 +76,10 @@ def train_step(
             lowered = loss_scale is not None and math.isfinite(loss) and loss_scale.overflow()
             return StepResult(loss, tokens, norm, state, nonfinite=culprit, loss_scale_lowered=lowered)
         model.ops.clip.clip(arena.grads, norm, clip_norm)
-        optimizer.step(arena, lr)
-    # An infinite second moment would freeze its weight for ever, in silence.
-    if not math.isfinite(model.ops.clip.global_norm([arena.params, arena.v])):
+        finite = optimizer.step(arena, lr)
+    if not finite:
         lost = _not_finite({"parameter": arena.param, "second moment of": arena.views(arena.v)})
-        if lost:  # nothing, where squares of float64 are too large to be summed
-            raise RunError(
-                f"the update at learning rate {lr:g} and gradient norm {norm:.3g} overflowed {lost}"
-            )
+        raise RunError(f"the update at learning rate {lr:g} and gradient norm {norm:.3g} overflowed {lost}")
     if loss_scale is not None:
         loss_scale.good_step()
     return StepResult(loss, tokens, norm, new_state)

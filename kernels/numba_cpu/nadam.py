@@ -29,10 +29,10 @@ def step(
     weight_decay: float = 0.0,
     decoupled: bool = True,
     variant: str = "torch",
-) -> None:
+) -> bool:
     """As the definition, which gets arrays that are strided, read-only or not all of one dtype."""
     if not updatable(params, grads, m, v):
-        definition.step(
+        return definition.step(
             params,
             grads,
             m,
@@ -47,7 +47,6 @@ def step(
             decoupled=decoupled,
             variant=variant,
         )
-        return
     mu, mu_next = definition.momentum(t, beta1, variant), definition.momentum(t + 1, beta1, variant)
     kept = 1.0
     if weight_decay and decoupled:
@@ -67,15 +66,18 @@ def step(
         1 - beta2**t,
         eps,
     )
-    threads.share(
-        lambda i, end: _update(*(array[i:end] for array in flat), *scalars),
-        params.size,
-        unit=16,
-        cost=_COST,
-    )
+    finite = []
+
+    def part(start: int, end: int) -> None:
+        is_finite = np.empty(1, np.bool_)
+        _update(*(array[start:end] for array in flat), *scalars, is_finite)
+        finite.append(bool(is_finite[0]))
+
+    threads.share(part, params.size, unit=16, cost=_COST)
+    return all(finite)
 
 
-@compiled("T[::1], T[::1], T[::1], T[::1], T, T, T, T, T, T, T, T, T, T")
+@compiled("T[::1], T[::1], T[::1], T[::1], T, T, T, T, T, T, T, T, T, T, boolean[::1]")
 def _update(
     params: Array,
     grads: Array,
@@ -91,10 +93,15 @@ def _update(
     lr: float,
     v_correction: float,
     eps: float,
+    is_finite: Array,
 ) -> None:
+    lost = False
     for i in range(len(params)):
-        params[i] *= kept
-        m[i] = m[i] * beta1 + one_minus_beta1 * grads[i]
-        v[i] = v[i] * beta2 + one_minus_beta2 * (grads[i] * grads[i])
-        direction = grad_share * grads[i] + m_share * m[i]
-        params[i] -= lr * direction / (np.sqrt(v[i] / v_correction) + eps)
+        g = grads[i]
+        m_i = m[i] * beta1 + one_minus_beta1 * g
+        v_i = v[i] * beta2 + one_minus_beta2 * (g * g)
+        direction = grad_share * g + m_share * m_i
+        p = params[i] * kept - lr * direction / (np.sqrt(v_i / v_correction) + eps)
+        params[i], m[i], v[i] = p, m_i, v_i
+        lost |= not (abs(p) < np.inf and v_i < np.inf)
+    is_finite[0] = not lost
