@@ -6,6 +6,7 @@ that decay come first, so "decay only matrices" is a slice:
     params = [ matrices … | biases … ]        params[decayed], params[rest]
 """
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -20,6 +21,11 @@ class Arena:
 
     `param[name]` and `grad[name]` are views of `params` and `grads`, flat vectors of `dtype`, in the order of
     `shapes`. `m` and `v`, the optimizer's moments, and `grads` take memory only once they are used.
+
+    Clearing all gradients before every step and adding to them would be a tenth of a large model's step. So
+    `forget_grads` clears none: the first gradient of a parameter takes its place (`add_grad`), written there
+    by the matrix product itself where it can be (`grad_memory`). Whoever looks at `grads` or `grad` in
+    between finds zeros.
     """
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: Any = np.float32) -> None:
@@ -36,18 +42,52 @@ class Arena:
             offset += sizes[name]
         n_decayed = sum(sizes[name] for name in decayed)
         self.decayed, self.rest = slice(0, n_decayed), slice(n_decayed, self.size)
+        self._forgotten: set[str] = set()
         self.params = np.zeros(self.size, self.dtype)
         self.param = self.views(self.params)
 
-    @cached_property
+    @property
     def grads(self) -> Array:
         """dL/dparams, (size,)."""
+        while self._forgotten:
+            self._grad[self._forgotten.pop()][...] = 0
+        return self._grads
+
+    @property
+    def grad(self) -> dict[str, Array]:
+        """dL/dparam by name, views of `grads`."""
+        _ = self.grads  # zeros where they were forgotten
+        return self._grad
+
+    @cached_property
+    def _grads(self) -> Array:
         return np.zeros(self.size, self.dtype)
 
     @cached_property
-    def grad(self) -> dict[str, Array]:
-        """dL/dparam by name, views of `grads`."""
-        return self.views(self.grads)
+    def _grad(self) -> dict[str, Array]:
+        return self.views(self._grads)
+
+    def forget_grads(self) -> None:
+        """All gradients are zero from here on."""
+        self._forgotten = set(self.shapes)
+
+    def grad_memory(self, name: str) -> Array | None:
+        """Where the first gradient since `forget_grads` can be written; None for a later one."""
+        return self._grad[name] if name in self._forgotten else None
+
+    def add_grad(self, name: str, gradient: Array, add: Callable[[Array, Array], None]) -> None:
+        """Adds to a parameter's gradient, or to its first rows, by `add`, that of ops/accumulate.py.
+
+        A `gradient` in `grad_memory(name)` is there already.
+        """
+        total = self._grad[name]
+        if name not in self._forgotten:
+            add(total[: len(gradient)], gradient)
+            return
+        self._forgotten.remove(name)
+        if not np.may_share_memory(total, gradient):
+            total[: len(gradient)] = gradient
+        total[len(gradient) :] = 0
 
     @cached_property
     def m(self) -> Array:

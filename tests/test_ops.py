@@ -140,6 +140,37 @@ def test_values_and_gradients_are_those_of_the_definition_in_float64(op, case, b
             assert a.tobytes() == c.tobytes()
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("lead", [(6,), (40, 3)])
+@pytest.mark.parametrize("backend", KERNEL_FOLDERS)
+def test_a_linear_layer_writes_its_weights_gradient_where_it_is_told(backend, lead, precision):
+    """Few rows and many, which twins treat differently; part of a larger array; the same bits as without."""
+    functions = Backend(backend).linear
+    inputs = linear.example(np.random.default_rng(0), lead=lead, dtype=np.float32)
+    y, cache = functions.forward(**inputs, precision=precision)
+    memory = np.full((7, 5), np.nan, np.float32)
+    dx, dweight, dbias = functions.backward(y, cache, memory[1:5])
+    expected = functions.backward(y, cache)
+    assert np.shares_memory(dweight, memory)
+    assert [a.tobytes() for a in (dx, memory[1:5], dbias)] == [a.tobytes() for a in expected]
+    assert np.isnan(memory[[0, 5, 6]]).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("backend", KERNEL_FOLDERS)
+def test_an_embeddings_gradient_is_added_to_a_total(backend, dtype):
+    backward = Backend(backend).embedding.backward
+    rng = np.random.default_rng(0)
+    ids, dy = rng.integers(0, 6, (9, 4)), rng.integers(-9, 9, (9, 4, 5)).astype(dtype)
+    total = rng.integers(-9, 9, (6, 5)).astype(dtype)  # whole numbers, whose sums are exact
+    expected = total + backward(dy, (ids, 6))[1]
+    assert backward(dy, (ids, 6), total)[1] is total
+    assert np.array_equal(total, expected)
+    strided = np.zeros((6, 10), dtype)[:, ::2]
+    backward(dy, (ids, 6), strided)
+    assert np.array_equal(strided, backward(dy, (ids, 6))[1])
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("backend", KERNEL_FOLDERS)
 @pytest.mark.parametrize("op", IN_PLACE)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from gru_ref.backend import Backend
 from gru_ref.config import ModelConfig, OptimizerConfig
 from gru_ref.errors import RunError
+from gru_ref.models.gpt2 import GPT2
 from gru_ref.models.gru_lm import GRULM
 from gru_ref.ops.clip import global_norm
 from gru_ref.ops.cross_entropy import IGNORE
@@ -86,6 +87,52 @@ def test_the_loss_is_weighted_by_tokens_and_not_a_mean_of_means():
     # dL/db = mean over the 5 tokens of p − onehot
     p = np.exp(model.arena.param["classifier.bias"])
     assert model.arena.grad["classifier.bias"] == pytest.approx(p - [0.8, 0.2, 0], abs=1e-15)
+
+
+@pytest.mark.parametrize("first", ["grads", "grad"])
+def test_forgotten_gradients_are_zero_for_whoever_looks(first):
+    arena = small_model().arena
+    arena.grads[...] = 7
+    arena.forget_grads()
+    assert not any(a.any() for a in ([arena.grads] if first == "grads" else arena.grad.values()))
+    assert arena.grad_memory("classifier.bias") is None  # they were cleared for that
+
+
+def test_the_first_gradient_after_forgetting_takes_its_place_and_later_ones_are_added():
+    arena, add = small_model().arena, Backend("numpy").accumulate.add
+    arena.grads[...] = np.nan
+    arena.forget_grads()
+    written, copied, part, untouched = list(arena.shapes)[:4]
+    memory = arena.grad_memory(written)
+    memory[...] = 2
+    arena.add_grad(written, memory, add)
+    arena.add_grad(copied, np.full(arena.shapes[copied], 3.0), add)
+    arena.add_grad(part, np.full((1, *arena.shapes[part][1:]), 4.0), add)  # the first row: the rest is 0
+    assert arena.grad_memory(untouched) is not None
+    for name in (written, copied, part):
+        assert arena.grad_memory(name) is None
+        arena.add_grad(name, np.ones(arena.shapes[name]), add)
+    grad = arena.grad
+    assert (grad[written] == 3).all()
+    assert (grad[copied] == 4).all()
+    assert (grad[part][0] == 5).all()
+    assert (grad[part][1:] == 1).all()
+    assert not any(grad[name].any() for name in list(arena.shapes)[3:])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kernels", ["numpy", "numba"])
+def test_a_step_after_others_has_the_gradients_of_a_first_one(kernels, tied):
+    """Whatever lay in their memory, and where the vocabulary is padded."""
+    sizes = {"vocab_size": V, "vocab_padding": 8, "hidden": 8, "layers": 2, "heads": 2, "context": T}
+    config = ModelConfig(kind="gpt2", tied=tied, **sizes)
+    fresh, used = (GPT2(config, backend=Backend(kernels)) for _ in range(2))
+    used.arena.grads[...] = np.nan
+    batch = random_batch(3)
+    for model in (fresh, used):
+        model.initialise()
+        train_step(model, Optimizer(OptimizerConfig(), model.ops), [batch, batch], lr=0.0)
+    assert fresh.arena.grads.tobytes() == used.arena.grads.tobytes()
 
 
 def test_gradients_start_from_zero_in_every_step():
@@ -175,7 +222,7 @@ def test_an_update_that_overflows_is_an_error_that_names_its_victim():
 def test_a_second_moment_never_becomes_infinite_in_silence():
     """It would freeze its weight for ever, while the loss looks healthy. Clipping prevents it."""
 
-    def huge(dlogits, cache):
+    def huge(dlogits, cache, out):
         return tuple(np.float32(1e25) * gradient for gradient in linear.backward(dlogits, cache))
 
     model = small_model(np.float32, layers=1)

@@ -68,12 +68,12 @@ def activation_floats(config: ModelConfig, T: int, B: int, segments: int = 1, po
 
     Beside `kept_floats`, the peak is either at the loss, with logits, log p and their difference or gradient
     (3V), or in the backward of a GELU, with dlogits (V), what passes by (2C) and five times 4C. pooled: where
-    memory only serves again for an array of the same size, it is both, and a gradient of every shape.
+    memory only serves again for an array of the same size, it is both.
     """
     V, C = config.vocab_size, config.hidden
     kept = kept_floats(config, T, B, segments)
     if pooled:
-        return kept + T * B * (3 * V + 22 * C) + V * C + 8 * C * C
+        return kept + T * B * (3 * V + 22 * C)
     return kept + T * B * max(3 * V, V + 22 * C)
 
 
@@ -183,14 +183,16 @@ class GPT2:
 
     def backward(self, dlogits: Array, cache: tuple[Any, ...]) -> None:
         """dlogits (T, B, V): adds every parameter's gradient to `arena.grad`. A cache serves once."""
-        ops, g = self.ops, self.arena.grad
+        ops = self.ops
         embedding_cache, position_cache, dropout_cache, blocks, ln_f_cache, classifier_cache = cache
         state_after, dropout_step, kept = blocks
         if not kept:
             raise ValueError("this cache has served already; backward needs a forward of its own")
         # logits = norm(xᴸ) · W_cᵀ
-        dx, dweight, _ = ops.linear.backward(dlogits, classifier_cache)
-        ops.accumulate.add(self._true_rows(g[self._classifier_weight]), dweight)
+        memory = self.arena.grad_memory(self._classifier_weight)
+        out = None if memory is None else self._true_rows(memory)
+        dx, dweight, _ = ops.linear.backward(dlogits, classifier_cache, out)
+        self.arena.add_grad(self._classifier_weight, dweight, ops.accumulate.add)
         dx = self._norm_backward(dx, "ln_f", ln_f_cache)
         while kept:
             layers, x, caches = kept.pop()
@@ -202,10 +204,9 @@ class GPT2:
                 dx = self._block_backward(dx, caches.pop(), layer)
         # x⁰ = dropout(W_e[ids] + W_p[positions])
         dx = self._dropout_backward(dx, dropout_cache)
-        _, dweight = ops.embedding.backward(dx.sum(axis=1, keepdims=True), position_cache)
-        ops.accumulate.add(g["position.weight"], dweight)
-        _, dweight = ops.embedding.backward(dx, embedding_cache)
-        ops.accumulate.add(g["embedding.weight"], dweight)
+        grad = self.arena.grad
+        ops.embedding.backward(dx.sum(axis=1, keepdims=True), position_cache, grad["position.weight"])
+        ops.embedding.backward(dx, embedding_cache, grad["embedding.weight"])
 
     def _longer(self, state: Array | None, T: int, B: int) -> Array:
         """(L, 2, S + T, B, N, D), the first S the state's, for `_block` to fill in the rest.
@@ -297,14 +298,15 @@ class GPT2:
         return y, cache
 
     def _linear_backward(self, dy: Array, name: str, cache: tuple[Any, ...]) -> Array:
-        dx, *dparameters = self.ops.linear.backward(dy, cache)
+        out = self.arena.grad_memory(f"{name}.weight")
+        dx, *dparameters = self.ops.linear.backward(dy, cache, out)
         return self._accumulate(name, dx, *dparameters)
 
     def _accumulate(self, name: str, dx: Array, dweight: Array, dbias: Array | None) -> Array:
         """Add a weight's and a bias's gradient; dx passes through."""
-        self.ops.accumulate.add(self.arena.grad[f"{name}.weight"], dweight)
+        self.arena.add_grad(f"{name}.weight", dweight, self.ops.accumulate.add)
         if dbias is not None:
-            self.ops.accumulate.add(self.arena.grad[f"{name}.bias"], dbias)
+            self.arena.add_grad(f"{name}.bias", dbias, self.ops.accumulate.add)
         return dx
 
     def _dropout_rate(self, dropout_step: int | None) -> float:

@@ -72,7 +72,7 @@ def activation_floats(config: ModelConfig, T: int, B: int, segments: int = 1, po
     - at the loss, with logits, log p and their difference or gradient (3P),
     - or in a slice's backward, with dlogits (P), dxᴸ (H) and where E is not H dx⁰ of every token, and of the
       slice's own dgates_x and dgates_h (3H each), dy (H) unless L = 1, and dx, and the gradients of a layer,
-    - or in the embedding's, with dlogits, dxᴸ, dx⁰, its sorted copy and the table of its gradient.
+    - or in the embedding's, with dlogits, dxᴸ, dx⁰ and its sorted copy.
 
     pooled: where memory only serves again for an array of the same size, logits and log p are there in all.
     """
@@ -92,7 +92,7 @@ def activation_floats(config: ModelConfig, T: int, B: int, segments: int = 1, po
             + passing
             + longest * ((7 if L > 1 else 6) * H + widest)
             + 3 * H * (widest + H + 2),
-            passing + T * B * E + P * E,
+            passing + T * B * E,
         )
     )
 
@@ -207,7 +207,8 @@ class GRULM:
         P, E = self.arena.param["embedding.weight"].shape
         # logits = xᴸ · W_cᵀ + b_c
         classifier = (self._classifier_weight, "classifier.bias")
-        dx = self._accumulate(classifier, *self.ops.linear.backward(dlogits, classifier_cache))
+        out = self.arena.grad_memory(self._classifier_weight)
+        dx = self._accumulate(classifier, *self.ops.linear.backward(dlogits, classifier_cache, out))
         # dx⁰ takes the place of dxᴸ, slice by slice, where it is as wide
         dx_0 = dx if dx.shape[2] == E else np.empty((*ids.shape, E), dx.dtype)
         dstate = None
@@ -220,8 +221,7 @@ class GRULM:
             for steps in reversed(slices):
                 dx_0[steps], dstate = self._layers_backward(dx[steps], dstate, caches.pop())
         # x⁰ = W_e[ids]
-        _, dweight = self.ops.embedding.backward(dx_0, (ids, P))
-        self.ops.accumulate.add(self.arena.grad["embedding.weight"], dweight)
+        self.ops.embedding.backward(dx_0, (ids, P), self.arena.grad["embedding.weight"])
 
     def _layers(
         self,
@@ -282,7 +282,7 @@ class GRULM:
     def _accumulate(self, names: tuple[str, ...], dx: Array, *gradients: Array) -> Array:
         """Add the gradients of these parameters; dx passes through."""
         for name, gradient in zip(names, gradients, strict=True):
-            self.ops.accumulate.add(self.arena.grad[name], gradient)
+            self.arena.add_grad(name, gradient, self.ops.accumulate.add)
         return dx
 
     @property

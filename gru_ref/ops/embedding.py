@@ -17,18 +17,18 @@ def forward(ids: Array, weight: Array) -> tuple[Array, tuple[Any, ...]]:
     return weight[ids], (ids, weight.shape[0])
 
 
-def backward(dy: Array, cache: tuple[Any, ...]) -> tuple[None, Array]:
-    """dy (…, E) -> None for the ids, dweight (V, E).
+def backward(dy: Array, cache: tuple[Any, ...], total: Array | None = None) -> tuple[None, Array]:
+    """dy (…, E) -> None for the ids, dweight (V, E), or `total`, where given, to which dweight is added.
 
     The rows of dy are sorted by id, and each run of equal ids is summed.
     """
     ids, vocab_size = cache
     ids, dy = ids.reshape(-1), dy.reshape(-1, dy.shape[-1])
-    dweight = np.zeros((vocab_size, dy.shape[1]), dy.dtype)
+    dweight = np.zeros((vocab_size, dy.shape[1]), dy.dtype) if total is None else total
     if ids.size:
         order = np.argsort(ids, kind="stable")
         present, starts = np.unique(ids[order], return_index=True)
-        dweight[present] = np.add.reduceat(dy[order], starts, axis=0)
+        dweight[present] += np.add.reduceat(dy[order], starts, axis=0)
     return None, dweight
 
 

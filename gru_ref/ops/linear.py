@@ -27,12 +27,14 @@ def forward(
     return y.reshape(*x.shape[:-1], weight.shape[0]), (x, weight, bias is not None, precision)
 
 
-def backward(dy: Array, cache: tuple[Any, ...]) -> tuple[Array, Array, Array | None]:
-    """dy (…, O) -> dx (…, I), dweight (O, I), dbias (O,) or None."""
+def backward(
+    dy: Array, cache: tuple[Any, ...], out: Array | None = None
+) -> tuple[Array, Array, Array | None]:
+    """dy (…, O) -> dx (…, I), dweight (O, I), dbias (O,) or None. out: where dweight is written, if given."""
     x, weight, has_bias, precision = cache
     dbias = dy.reshape(-1, dy.shape[-1]).sum(axis=0) if has_bias else None
     dy = round_to(dy, precision).reshape(-1, dy.shape[-1])
-    dweight = dy.T @ x.reshape(-1, x.shape[-1])
+    dweight = np.matmul(dy.T, x.reshape(-1, x.shape[-1]), out=out)
     dx = (dy @ weight).reshape(x.shape)
     return dx, dweight, dbias
 

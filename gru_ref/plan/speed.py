@@ -167,7 +167,7 @@ def _model(config: Config) -> Any:
     model = family(kind).Model(config.model, backend=Backend(run.kernels), precision=run.precision)
     few = np.random.default_rng(0).standard_normal(4093, dtype=np.float32)
     model.arena.params[...] = 0.02 * np.resize(few, model.arena.size)
-    model.arena.grads[...] = 0
+    model.arena.forget_grads()
     return model
 
 

@@ -56,7 +56,7 @@ def train_step(
     Raises RunError where the update itself overflows, because then the weights are lost.
     """
     arena = model.arena
-    arena.grads[...] = 0
+    arena.forget_grads()
     # A step that overflows is no surprise to be warned about: the check below finds it and names it.
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         loss, tokens, new_state = accumulate(
@@ -69,7 +69,7 @@ def train_step(
             segments=segments,
         )
         if loss_scale is not None:
-            arena.grads *= 1 / loss_scale.value
+            arena.grads[...] *= 1 / loss_scale.value
         norm = model.ops.clip.global_norm([arena.grads])
         if not (math.isfinite(loss) and math.isfinite(norm)):
             culprit = _not_finite({"parameter": arena.param, "gradient of": arena.grad}) or "loss"

@@ -29,10 +29,13 @@ _PRODUCT_COST, _PACK_COST, _SUM_COST = 0.03, 0.3, 0.3
 """Nanoseconds a multiply-add, a packed number and a summed one."""
 
 
-def product(a: Array, b: Array, bias: Array | None = None) -> Array:
-    """a (M, K), b (K, N), bias (N,) or None -> a·b + bias (M, N). Any strides; one floating dtype."""
+def product(a: Array, b: Array, bias: Array | None = None, out: Array | None = None) -> Array:
+    """a (M, K), b (K, N), bias (N,) or None -> a·b + bias (M, N), in `out` where given.
+
+    Any strides; one floating dtype.
+    """
     (M, K), N = a.shape, b.shape[1]
-    c = empty((M, N), a.dtype)
+    c = empty((M, N), a.dtype) if out is None else out
 
     def part(rows: slice, columns: slice) -> None:
         out = c[rows, columns]

@@ -18,19 +18,22 @@ _COST = 0.5
 """Nanoseconds a number."""
 
 
-def backward(dy: Array, cache: tuple[Any, ...]) -> tuple[None, Array]:
+def backward(dy: Array, cache: tuple[Any, ...], total: Array | None = None) -> tuple[None, Array]:
     """As the definition, which gets fp16 and ids that are not all in 0…V−1."""
     ids, vocab_size = cache
     rows = dy.reshape(-1, dy.shape[-1])
     if (
         dy.dtype not in FLOATS
+        or (total is not None and not (total.dtype == dy.dtype and total.flags.carray))
         or ids.dtype.kind not in "iu"
         or not 0 < ids.size == len(rows)
         or not 0 <= ids.min() <= ids.max() < vocab_size
     ):
-        return definition.backward(dy, cache)
-    dweight = empty((vocab_size, rows.shape[1]), dy.dtype)
-    dweight[...] = 0
+        return definition.backward(dy, cache, total)
+    dweight = total
+    if dweight is None:
+        dweight = empty((vocab_size, rows.shape[1]), dy.dtype)
+        dweight[...] = 0
     rows, ids = for_kernel(rows), for_kernel(ids.reshape(-1), np.intp)
     threads.share(
         lambda j, end: _add_rows(rows, ids, j, end, dweight), rows.shape[1], unit=16, cost=_COST * len(rows)

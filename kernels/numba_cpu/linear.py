@@ -33,16 +33,18 @@ def forward(
     return y.reshape(*x.shape[:-1], len(weight)), (x, weight, bias is not None, precision)
 
 
-def backward(dy: Array, cache: tuple[Any, ...]) -> tuple[Array, Array, Array | None]:
+def backward(
+    dy: Array, cache: tuple[Any, ...], out: Array | None = None
+) -> tuple[Array, Array, Array | None]:
     """As the definition."""
     x, weight, has_bias, precision = cache
     rows = dy.size // dy.shape[-1]
     if rows < _FEW or not dy.dtype == x.dtype in FLOATS:
-        return definition.backward(dy, cache)
+        return definition.backward(dy, cache, out)
     dy = dy.reshape(rows, -1)
     rounded = round_to(dy, precision)
     with threads.at_once():
         dbias = column_sums(dy) if has_bias else None
-        dweight = product(rounded.T, x.reshape(rows, -1))
+        dweight = product(rounded.T, x.reshape(rows, -1), out=out)
         dx = product(rounded, weight)
     return dx.reshape(x.shape), dweight, dbias
