@@ -22,7 +22,7 @@ class Arena:
     `param[name]` and `grad[name]` are views of `params` and `grads`, flat vectors of `dtype`, in the order of
     `shapes`. `m` and `v`, the optimizer's moments, and `grads` take memory only once they are used.
 
-    Clearing all gradients before every step and adding to them would be a tenth of a large model's step. So
+    Clearing all gradients before every step and then adding to them is slow where they are large. So
     `forget_grads` clears none: the first gradient of a parameter takes its place (`add_grad`), written there
     by the matrix product itself where it can be (`grad_memory`). Whoever looks at `grads` or `grad` in
     between finds zeros.
