@@ -82,14 +82,6 @@ def for_kernel(array: Array, dtype: Any = None) -> Array:
     return np.require(array, dtype, ["C", "A", "W", "E"])
 
 
-def updatable(*arrays: Array) -> bool:
-    """Whether a kernel can update them in place: one shape, one of FLOATS, C-contiguous and writable."""
-    first = arrays[0]
-    return first.dtype in FLOATS and all(
-        a.dtype == first.dtype and a.shape == first.shape and a.flags.carray for a in arrays
-    )
-
-
 def _compile(kernel: Kernel, dtype: str) -> Callable[..., None]:
     """A kernel for one dtype: from the cache, else compiled and, where possible, cached."""
     function, options = kernel.function, kernel.options

@@ -7,8 +7,8 @@ to the last bit.
 
 import numpy as np
 
-from gru_ref import threads
-from gru_ref.kernels.numba_cpu._compile import compiled, updatable
+from gru_ref.kernels.numba_cpu._compile import compiled
+from gru_ref.kernels.numba_cpu._update import updatable, update
 from gru_ref.ops import adamw as definition
 from gru_ref.types import Array
 
@@ -50,7 +50,6 @@ def step(
         kept = 1 - lr * weight_decay
     elif weight_decay:
         grads = grads + weight_decay * params
-    flat = [array.reshape(-1) for array in (params, grads, m, v)]
     scalars = (
         kept,
         beta1,
@@ -61,15 +60,7 @@ def step(
         1 - beta2**t,
         eps,
     )
-    finite = []
-
-    def part(start: int, end: int) -> None:
-        is_finite = np.empty(1, np.bool_)
-        _update(*(array[start:end] for array in flat), *scalars, is_finite)
-        finite.append(bool(is_finite[0]))
-
-    threads.share(part, params.size, unit=16, cost=_COST)
-    return all(finite)
+    return update(_update, (params, grads, m, v), scalars, _COST)
 
 
 @compiled("T[::1], T[::1], T[::1], T[::1], T, T, T, T, T, T, T, T, boolean[::1]")
