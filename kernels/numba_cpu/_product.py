@@ -38,10 +38,10 @@ def product(a: Array, b: Array, bias: Array | None = None, out: Array | None = N
     c = empty((M, N), a.dtype) if out is None else out
 
     def part(rows: slice, columns: slice) -> None:
-        out = c[rows, columns]
-        np.matmul(a[rows], b[:, columns], out=out)
+        c_part = c[rows, columns]
+        np.matmul(a[rows], b[:, columns], out=c_part)
         if bias is not None:
-            out += bias[columns]
+            c_part += bias[columns]
 
     whole = slice(None)
     with threads.one_blas_thread():
