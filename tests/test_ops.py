@@ -5,6 +5,7 @@ Gradients are proven elsewhere, by finite differences (test_gradcheck.py) and ag
 """
 
 import inspect
+import itertools
 import math
 import re
 from fractions import Fraction
@@ -19,12 +20,12 @@ from gru_ref.backend import KERNEL_FOLDERS, public_functions
 from gru_ref.ops import adamw, clip, cross_entropy, dropout, embedding, gru, linear, matmul, nadam
 
 DIFFERENTIABLE = [name for name in ops.names() if hasattr(getattr(ops, name), "backward")]
-IN_PLACE = [name for name in ops.names() if name not in DIFFERENTIABLE]
+OTHERS = [name for name in ops.names() if name not in DIFFERENTIABLE]
 OP_CASES = [
     pytest.param(op, case, id=f"{op}-{case}") for op in DIFFERENTIABLE for case in getattr(ops, op).CASES
 ]
-UPDATE = {"accumulate": "add", "adamw": "step", "nadam": "step", "clip": "clip"}
-"""The function of an operation that works in place."""
+UPDATE = {"accumulate": "add", "adamw": "step", "nadam": "step", "clip": "global_norm"}
+"""The function of an operation that takes its example."""
 
 
 def is_float(value):
@@ -173,15 +174,15 @@ def test_an_embeddings_gradient_is_added_to_a_total(backend, dtype):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("backend", KERNEL_FOLDERS)
-@pytest.mark.parametrize("op", IN_PLACE)
-def test_updates_in_place_are_those_of_the_definition_in_float64(op, backend, dtype):
+@pytest.mark.parametrize("op", OTHERS)
+def test_updates_and_the_norm_are_those_of_the_definition_in_float64(op, backend, dtype):
     """Within 2e-6 (float32) and 1e-14 (float64); what an update only reads stays as it is."""
     inputs = getattr(ops, op).example(np.random.default_rng(0), n=1151, dtype=dtype)
     actual = {k: v.copy() if is_float(v) else v for k, v in inputs.items()}
     expected = {k: v.astype(np.float64) if is_float(v) else v for k, v in inputs.items()}
     result = getattr(getattr(Backend(backend), op), UPDATE[op])(**actual)
-    assert result is (True if "params" in inputs else None)
-    getattr(getattr(ops, op), UPDATE[op])(**expected)
+    true = getattr(getattr(ops, op), UPDATE[op])(**expected)
+    assert result == (pytest.approx(true, rel=1e-14) if op == "clip" else true)
     for key in (k for k, v in inputs.items() if is_float(v)):
         assert actual[key].dtype == dtype
         assert error(actual[key], expected[key]) <= (2e-6 if dtype == np.float32 else 1e-14)
@@ -751,9 +752,28 @@ def test_a_gradient_that_is_not_finite_makes_a_norm_that_is_not_finite(value):
 
 @pytest.mark.parametrize(("max_norm", "factor"), [(2.5, 0.5), (5.0, 1.0), (9.0, 1.0), (0.0, 1.0)])
 def test_clipping_scales_to_the_largest_norm_and_never_up(max_norm, factor):
-    grads = np.array([3.0, 4.0], np.float32)
-    assert clip.clip(grads, clip.global_norm([grads]), max_norm) is None
-    assert grads.tolist() == [3 * factor, 4 * factor]
+    assert clip.factor(5.0, max_norm) == factor
+
+
+@pytest.mark.parametrize("decay", [{}, {"weight_decay": 0.1}, {"weight_decay": 0.1, "decoupled": False}])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("backend", KERNEL_FOLDERS)
+@pytest.mark.parametrize("op", ["adamw", "nadam"])
+def test_a_step_of_scaled_gradients_is_the_step_of_their_product(op, backend, dtype, decay):
+    """To the last bit, and in the twin those of the definition; the gradients stay as they are."""
+    inputs = getattr(ops, op).example(np.random.default_rng(0), n=1151, dtype=dtype) | decay
+    results = []
+    for step, scaled in itertools.product(
+        [getattr(Backend(backend), op).step, getattr(ops, op).step], [True, False]
+    ):
+        given = {k: v.copy() if is_float(v) else v for k, v in inputs.items()}
+        if not scaled:
+            given |= {"grads": inputs["grads"] * given["grad_scale"], "grad_scale": 1.0}
+        before = given["grads"].tobytes()
+        step(**given)
+        assert given["grads"].tobytes() == before
+        results.append([given[name].tobytes() for name in ("params", "m", "v")])
+    assert results == results[:1] * 4
 
 
 @pytest.mark.parametrize("backend", ["numpy", "numba"])

@@ -57,7 +57,6 @@ def _updating(arena: Arena, config: OptimizerConfig, kernels: str) -> Callable[[
 
     def update() -> None:
         norm = ops.clip.global_norm([arena.grads])
-        ops.clip.clip(arena.grads, norm, KEPT * norm)
-        optimizer.step(arena, _ours.LR)
+        optimizer.step(arena, _ours.LR, grad_scale=ops.clip.factor(norm, KEPT * norm))
 
     return update

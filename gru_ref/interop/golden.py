@@ -4,7 +4,7 @@ For people who test their own engine against the definitions: everything that `f
 and give, for every case that the operation's file lists, in one npz. The names in it are
 
     <case>/<dtype>/input/<argument>         of forward, or of an optimizer's step before it
-    <case>/<dtype>/output/<result>          y; or the arguments that a step changed
+    <case>/<dtype>/output/<result>          y; or the arguments that a step changed; or what it returned
     <case>/<dtype>/cache/<i>                the arrays of the cache, numbered as the tuple is
     <case>/<dtype>/cotangent/<argument>     of backward: dy, the gradient of y, and whatever else it takes
     <case>/<dtype>/gradient/d<argument>     of the inputs
@@ -116,20 +116,22 @@ def _differentiate(
 def _update(
     definition: ModuleType, inputs: dict[str, Any], rng: np.random.Generator, dtype: str
 ) -> tuple[dict[str, Array], dict[str, Any]]:
-    """One call of the function that works in place: the one that takes all that `example` gives."""
+    """One call of the function that takes all that `example` gives: what it changes, or else returns."""
     functions = [
         function
         for name, function in public_functions(definition).items()
         if name != "example" and inputs.keys() <= inspect.signature(function).parameters.keys()
     ]
     before = {f"input/{name}": np.array(v) if isinstance(v, np.ndarray) else v for name, v in inputs.items()}
-    functions[0](**inputs)
+    result = functions[0](**inputs)
     changed = {
         f"output/{name}": value
         for name, value in inputs.items()
         if isinstance(value, np.ndarray) and not np.array_equal(value, before[f"input/{name}"])
     }
-    return _described(before | changed, functions[0])
+    return _described(
+        before | (changed or {f"output/{functions[0].__name__}": np.array(result)}), functions[0]
+    )
 
 
 def _described(

@@ -1,5 +1,6 @@
 """AdamW (Loshchilov and Hutter 2019), in place on flat arrays.
 
+    g ← s·g          s: grad_scale
     m ← β₁ m + (1 − β₁) g
     v ← β₂ v + (1 − β₂) g²
     θ ← θ − lr · ( m/(1 − β₁^t) / ( √(v/(1 − β₂^t)) + ε ) + λ·θ )
@@ -28,11 +29,14 @@ def step(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     decoupled: bool = True,
+    grad_scale: float = 1.0,
 ) -> bool:
     """One update of params, m and v (all of one shape) in place.
 
     Returns whether params and v are finite afterwards: an infinite v would freeze its parameter for ever.
     """
+    if grad_scale != 1:
+        grads = grad_scale * grads
     if weight_decay and decoupled:
         params *= 1 - lr * weight_decay
     elif weight_decay:
@@ -56,4 +60,5 @@ def example(rng: np.random.Generator, n: int = 7, dtype: Any = np.float64) -> di
         "t": 2,
         "lr": 2e-3,
         "weight_decay": 0.1,
+        "grad_scale": 0.3,
     }

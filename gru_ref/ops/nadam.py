@@ -2,6 +2,7 @@
 
     μ_t = β₁ (1 − 0.96^(tψ)/2)       ψ = 0.004 (torch), 1 (keras);  μ_t = β₁ for every t (constant)
     Π_t = μ_1 μ_2 … μ_t
+    g   ← s·g          s: grad_scale
     m   ← β₁ m + (1 − β₁) g
     v   ← β₂ v + (1 − β₂) g²
     θ   ← θ − lr · [ (1 − μ_t)/(1 − Π_t) · g + μ_{t+1}/(1 − Π_t μ_{t+1}) · m ] / ( √(v/(1 − β₂^t)) + ε )
@@ -41,12 +42,15 @@ def step(
     weight_decay: float = 0.0,
     decoupled: bool = True,
     variant: str = "torch",
+    grad_scale: float = 1.0,
 ) -> bool:
     """One update of params, m and v (all of one shape) in place; mu_product is Π_t, with this step's μ_t.
 
     Returns whether params and v are finite afterwards: an infinite v would freeze its parameter for ever.
     """
     mu, mu_next = momentum(t, beta1, variant), momentum(t + 1, beta1, variant)
+    if grad_scale != 1:
+        grads = grad_scale * grads
     if weight_decay and decoupled:
         params *= 1 - lr * weight_decay
     elif weight_decay:
@@ -72,4 +76,5 @@ def example(rng: np.random.Generator, n: int = 7, dtype: Any = np.float64) -> di
         "mu_product": momentum(1) * momentum(2),
         "lr": 2e-3,
         "weight_decay": 0.1,
+        "grad_scale": 0.3,
     }

@@ -32,8 +32,9 @@ def memory(config: Config) -> dict[str, int]:
 
     Activations are what forward keeps for backward, workspace is what the peak needs beside them. The
     optimizer's definition needs temporaries of the size of what it updates, the matrices and then the rest,
-    but only after the activations are gone: Nadam four, AdamW three, and another for a decay that is not
-    decoupled; its twin needs none. Copies rounded to fp16 or bf16, and dropout's, are not counted.
+    but only after the activations are gone: Nadam four, AdamW three, and another for gradients that clipping
+    or a decay that is not decoupled changes; its twin needs none. Copies rounded to fp16 or bf16, and those
+    of dropout, are not counted.
     """
     rows = parameters(config)
     n = sum(row.count for row in rows)
@@ -45,8 +46,8 @@ def memory(config: Config) -> dict[str, int]:
         sum(row.count for row in rows if row.decayed is decayed) for decayed in (True, False)
     )
     optimizer = config.optimizer
-    coupled = optimizer.weight_decay > 0 and not optimizer.decoupled
-    temporaries = 0 if pooled else ({"nadam": 4, "adamw": 3}[optimizer.name] + coupled) * largest_update
+    changed = train.clip_norm > 0 or (optimizer.weight_decay > 0 and not optimizer.decoupled)
+    temporaries = 0 if pooled else ({"nadam": 4, "adamw": 3}[optimizer.name] + changed) * largest_update
     return {
         "parameters": 4 * n,
         "gradients": 4 * n,

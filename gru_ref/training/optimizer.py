@@ -16,8 +16,8 @@ class Optimizer:
         self.t = 0
         self.mu_product = 1.0  # Nadam's Π_t; state, so it is in the checkpoint
 
-    def step(self, arena: Arena, lr: float) -> bool:
-        """Update all parameters from `arena.grads`; weight decay reaches `arena.decayed` only.
+    def step(self, arena: Arena, lr: float, *, grad_scale: float = 1.0) -> bool:
+        """Update all parameters from grad_scale · `arena.grads`; weight decay reaches `arena.decayed` only.
 
         Returns whether parameters and second moments are finite afterwards.
         """
@@ -39,6 +39,7 @@ class Optimizer:
                 arena.v[part],
                 weight_decay=weight_decay,
                 decoupled=c.decoupled,
+                grad_scale=grad_scale,
                 **options,
             )
         return finite

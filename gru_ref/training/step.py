@@ -75,8 +75,7 @@ def train_step(
             culprit = _not_finite({"parameter": arena.param, "gradient of": arena.grad}) or "loss"
             lowered = loss_scale is not None and math.isfinite(loss) and loss_scale.overflow()
             return StepResult(loss, tokens, norm, state, nonfinite=culprit, loss_scale_lowered=lowered)
-        model.ops.clip.clip(arena.grads, norm, clip_norm)
-        finite = optimizer.step(arena, lr)
+        finite = optimizer.step(arena, lr, grad_scale=model.ops.clip.factor(norm, clip_norm))
     if not finite:
         lost = _not_finite({"parameter": arena.param, "second moment of": arena.views(arena.v)})
         raise RunError(f"the update at learning rate {lr:g} and gradient norm {norm:.3g} overflowed {lost}")

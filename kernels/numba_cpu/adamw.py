@@ -29,6 +29,7 @@ def step(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     decoupled: bool = True,
+    grad_scale: float = 1.0,
 ) -> bool:
     """As the definition, which gets arrays that are strided, read-only or not all of one dtype."""
     if not updatable(params, grads, m, v):
@@ -44,13 +45,16 @@ def step(
             eps=eps,
             weight_decay=weight_decay,
             decoupled=decoupled,
+            grad_scale=grad_scale,
         )
     kept = 1.0
     if weight_decay and decoupled:
         kept = 1 - lr * weight_decay
     elif weight_decay:
-        grads = grads + weight_decay * params
+        grads, grad_scale = grad_scale * grads, 1.0
+        grads += weight_decay * params
     scalars = (
+        grad_scale,
         kept,
         beta1,
         1 - beta1,
@@ -63,12 +67,13 @@ def step(
     return update(_update, (params, grads, m, v), scalars, _COST)
 
 
-@compiled("T[::1], T[::1], T[::1], T[::1], T, T, T, T, T, T, T, T, boolean[::1]")
+@compiled("T[::1], T[::1], T[::1], T[::1], T, T, T, T, T, T, T, T, T, boolean[::1]")
 def _update(
     params: Array,
     grads: Array,
     m: Array,
     v: Array,
+    grad_scale: float,
     kept: float,
     beta1: float,
     one_minus_beta1: float,
@@ -81,7 +86,7 @@ def _update(
 ) -> None:
     lost = False
     for i in range(len(params)):
-        g = grads[i]
+        g = grad_scale * grads[i]
         m_i = m[i] * beta1 + one_minus_beta1 * g
         v_i = v[i] * beta2 + one_minus_beta2 * (g * g)
         p = params[i] * kept - rate * m_i / (np.sqrt(v_i / v_correction) + eps)

@@ -16,7 +16,7 @@ from gru_ref.ops import clip as definition
 from gru_ref.types import Array
 
 _COST = 0.3
-"""Nanoseconds a gradient, for its square and for its product."""
+"""Nanoseconds a gradient."""
 _BLOCK = 2**14
 """Gradients whose squares are added up by themselves."""
 
@@ -34,17 +34,6 @@ def global_norm(grads: Iterable[Array]) -> float:
         threads.share(squares, len(sums), cost=_COST * _BLOCK)
         total += float(sums.sum())
     return math.sqrt(total)
-
-
-def clip(grads: Array, norm: float, max_norm: float) -> None:
-    """As the definition."""
-    if max_norm and norm > max_norm:
-        flat = grads.reshape(-1) if grads.flags.c_contiguous else grads
-
-        def part(start: int, end: int) -> None:
-            flat[start:end] *= max_norm / norm
-
-        threads.share(part, len(flat), unit=16, cost=_COST)
 
 
 @compiled("T[::1], float64[::1], intp, intp", fastmath=("contract", "reassoc"))
