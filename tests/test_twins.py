@@ -276,6 +276,27 @@ for a, b, inputs, back in ((twin, attention_blocked, (q, k, v), dy), (gru_twin, 
     assert (run.returncode, run.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("vector_bytes", [16, 32, 64])
+def test_the_matrix_products_are_right_in_the_vectors_of_other_cpus(vector_bytes, tmp_path):
+    """The tiles for AVX-512, AVX2 and neither, made of the vectors that this CPU has."""
+    script = f"""
+import sys
+import llvmlite.binding as llvm, numba, pytest
+numba.njit("intp(intp)")(lambda x: x)  # by now numba knows the real CPU
+features = llvm.FeatureMap(avx2={vector_bytes >= 32}, avx512f={vector_bytes == 64})
+read, llvm.get_host_cpu_features = llvm.get_host_cpu_features, lambda: features
+from gru_ref.kernels.numba_cpu import _tile
+llvm.get_host_cpu_features = read
+assert _tile.VECTOR_BYTES == {vector_bytes}
+chosen = [{__file__!r}, "-k", "both_matrix_products and float32"]
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *chosen]))
+"""
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert "6 passed" in run.stdout, run.stdout + run.stderr
+    assert run.returncode == 0
+
+
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_linear_layer_of_float64_has_the_definitions_dtype_in_every_precision(precision, bias, twins):
