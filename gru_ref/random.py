@@ -11,6 +11,8 @@ and a 64-bit key into four 32-bit words; here
     counter = (index div 4, layer, step, stream)      word `index mod 4` of the result is the draw
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from gru_ref.types import Array
@@ -23,6 +25,7 @@ SAMPLING = 4
 GRADCHECK = 5
 
 MAX_SEED = 2**64 - 1
+PIECE = 2**14  # numbers, whose temporary arrays stay in the cache
 
 _MULTIPLIER_0 = np.uint64(0xD2511F53)
 _MULTIPLIER_1 = np.uint64(0xCD9E8D57)
@@ -71,17 +74,24 @@ def bits(n: int, *, seed: int, stream: int, step: int = 0, layer: int = 0, start
     return words.T.reshape(-1)[start % 4 : start % 4 + n]
 
 
-def uniform(n: int, *, seed: int, stream: int, step: int = 0, layer: int = 0) -> Array:
-    """`n` draws in [0, 1) with 53 random bits each: (n,) float64, two words a draw."""
-    words = bits(2 * n, seed=seed, stream=stream, step=step, layer=layer).astype(np.uint64)
+def uniform(n: int, *, seed: int, stream: int, step: int = 0, layer: int = 0, start: int = 0) -> Array:
+    """Draws start … start+n−1 in [0, 1), with 53 random bits each: (n,) float64, two words a draw."""
+    words = bits(2 * n, seed=seed, stream=stream, step=step, layer=layer, start=2 * start).astype(np.uint64)
     high, low = words[0::2] >> np.uint64(5), words[1::2] >> np.uint64(6)
     return (high * np.float64(2**26) + low) * np.float64(2.0**-53)
 
 
-def normal(n: int, *, seed: int, stream: int, step: int = 0, layer: int = 0) -> Array:
-    """`n` draws from N(0, 1) by Box–Muller, √(−2 ln(1−u₁))·cos(2πu₂): (n,) float64."""
-    u = uniform(2 * n, seed=seed, stream=stream, step=step, layer=layer)
+def normal(n: int, *, seed: int, stream: int, step: int = 0, layer: int = 0, start: int = 0) -> Array:
+    """Draws start … start+n−1 from N(0, 1) by Box–Muller, √(−2 ln(1−u₁))·cos(2πu₂): (n,) float64."""
+    u = uniform(2 * n, seed=seed, stream=stream, step=step, layer=layer, start=2 * start)
     return np.sqrt(-2.0 * np.log1p(-u[0::2])) * np.cos(2.0 * np.pi * u[1::2])
+
+
+def pieces(array: Array) -> Iterator[tuple[int, Array]]:
+    """A C-contiguous array piece by piece, (start, flat view): a draw needs 100 times a number's memory."""
+    flat = array.reshape(-1)
+    for start in range(0, flat.size, PIECE):
+        yield start, flat[start : start + PIECE]
 
 
 def permutation(n: int, *, seed: int, stream: int, step: int = 0, layer: int = 0) -> Array:

@@ -56,6 +56,12 @@ def test_a_draw_is_the_documented_word_of_the_documented_counter(at, index):
 
 @pytest.mark.parametrize("draw", DRAWS)
 @given(coordinates, st.integers(0, 30), st.integers(0, 30))
+def test_draws_can_begin_anywhere(draw, at, start, n):
+    assert np.array_equal(draw(n, start=start, **at), draw(start + n, **at)[start:])
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+@given(coordinates, st.integers(0, 30), st.integers(0, 30))
 def test_the_first_draws_do_not_depend_on_how_many_are_drawn(draw, at, n, more):
     assert np.array_equal(draw(n + more, **at)[:n], draw(n, **at))
 

@@ -51,29 +51,42 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def kept_floats(config: ModelConfig, T: int, B: int, segments: int = 1) -> int:
+def kept_floats(config: ModelConfig, T: int, B: int, segments: int = 1, *, rounds: bool = False) -> int:
     """How many floats forward keeps for backward over a (T, B) batch.
 
     Kept are the blocks of one segment, and x (C) at the start of every other. Of each token a block keeps x̂
     and the results of both norms (4C), q, k, v and y (4C), the GELU's input and result (8C), λ and rstd; the
-    last norm keeps 2C.
+    last norm keeps 2C. rounds: where products round their inputs, also y as it was (C), and rounded copies of
+    these blocks' matrices (12C²) and of the classifier (V·C); other rounded inputs take an input's place.
     """
     C = config.hidden
     parts = split_evenly(config.layers, segments)  # the last is the longest
-    return T * B * (len(parts[-1]) * (16 * C + config.heads + 2) + (len(parts) - 1) * C + 2 * C + 1)
+    blocks = len(parts[-1])
+    copies = blocks * (T * B * C + 12 * C * C) + config.vocab_size * C if rounds else 0
+    return T * B * (blocks * (16 * C + config.heads + 2) + (len(parts) - 1) * C + 2 * C + 1) + copies
 
 
-def activation_floats(config: ModelConfig, T: int, B: int, segments: int = 1, pooled: bool = False) -> int:
+def activation_floats(
+    config: ModelConfig,
+    T: int,
+    B: int,
+    segments: int = 1,
+    pooled: bool = False,
+    *,
+    rounds: bool = False,
+    accumulates: bool = False,
+) -> int:
     """How many floats a forward and backward over a (T, B) batch hold at their peak, weights aside.
 
     Beside `kept_floats`, the peak is either at the loss, with logits, log p and their difference or gradient
     (3V), or in the backward of a GELU, with dlogits (V), what passes by (2C) and five times 4C. pooled: where
-    memory only serves again for an array of the same size, it is both.
+    memory only serves again for an array of the same size, it is both. accumulates: a second micro-batch's
+    gradients of weights are not written in place; pooled, one of each shape is held (V·C + 8C²).
     """
     V, C = config.vocab_size, config.hidden
-    kept = kept_floats(config, T, B, segments)
+    kept = kept_floats(config, T, B, segments, rounds=rounds)
     if pooled:
-        return kept + T * B * (3 * V + 22 * C)
+        return kept + T * B * (3 * V + 22 * C) + (V * C + 8 * C * C if accumulates else 0)
     return kept + T * B * max(3 * V, V + 22 * C)
 
 
@@ -127,8 +140,9 @@ class GPT2:
                 w[...] = 1 if name.endswith("weight") else 0
                 continue
             std = 0.02 * residual if name.endswith("proj.weight") else 0.02
-            draws = random.normal(w.size, seed=self.seed, stream=random.INITIALISATION, layer=index)
-            w[...] = std * draws.reshape(w.shape)
+            coordinates = {"seed": self.seed, "stream": random.INITIALISATION, "layer": index}
+            for start, piece in random.pieces(w):
+                piece[...] = std * random.normal(len(piece), start=start, **coordinates)
             if name in ("embedding.weight", "classifier.weight"):
                 w[self.config.vocab_size :] = 0
 

@@ -54,54 +54,80 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def kept_floats(config: ModelConfig, T: int, B: int, segments: int = 1) -> int:
+def kept_floats(config: ModelConfig, T: int, B: int, segments: int = 1, *, rounds: bool = False) -> int:
     """How many floats forward keeps for backward over a (T, B) batch.
 
     xᴸ (H) of every token, the state before every segment, and of the last segment what `_slice_floats` says.
+    rounds: where products round their inputs, rounded copies of xᴸ and of all matrices but the embedding too.
     """
     grouped = segments_of(T, B, segments)
     H, L = config.hidden, config.layers
-    return B * (T * H + len(grouped) * L * H) + _slice_floats(config, B, grouped[-1])
+    copies = T * B * H + _product_weights(config) if rounds else 0
+    return B * (T * H + len(grouped) * L * H) + _slice_floats(config, B, grouped[-1], rounds) + copies
 
 
-def activation_floats(config: ModelConfig, T: int, B: int, segments: int = 1, pooled: bool = False) -> int:
+def activation_floats(
+    config: ModelConfig,
+    T: int,
+    B: int,
+    segments: int = 1,
+    pooled: bool = False,
+    *,
+    rounds: bool = False,
+    accumulates: bool = False,
+) -> int:
     """How many floats a forward and backward over a (T, B) batch hold at their peak, weights aside.
 
-    Beside xᴸ and the states that forward keeps, and what a segment keeps, the peak is
+    Beside xᴸ, the states and the rounded copies that forward keeps, and what a segment keeps, the peak is
 
     - at the loss, with logits, log p and their difference or gradient (3P),
     - or in a slice's backward, with dlogits (P), dxᴸ (H) and where E is not H dx⁰ of every token, and of the
-      slice's own dgates_x and dgates_h (3H each), dy (H) unless L = 1, and dx, and the gradients of a layer,
+      slice's own dgates_x and dgates_h (3H each; rounded, with h, 4H more), dy (H) unless L = 1, and dx, and
+      the gradients of a layer,
     - or in the embedding's, with dlogits, dxᴸ, dx⁰ and its sorted copy.
 
-    pooled: where memory only serves again for an array of the same size, logits and log p are there in all.
+    pooled: where memory only serves again for an array of the same size, logits and log p are there in all,
+    and U in panels of whole vectors, forward's and backward's, which are of one size where H is a multiple of
+    16. accumulates: a second micro-batch's gradient of the classifier (P·H) is not written in place.
     """
     P, H, L = padded_vocab(config), config.hidden, config.layers
     E = config.embedding or H
     grouped = segments_of(T, B, segments)
-    in_segment = [_slice_floats(config, B, slices) for slices in grouped]
+    in_segment = [_slice_floats(config, B, slices, rounds) for slices in grouped]
     longest = B * max(steps.stop - steps.start for slices in grouped for steps in slices)
     widest = max(E if L <= 2 else 0, H if L > 1 else 0)
     passing = T * B * ((3 if pooled else 1) * P + H + (0 if E == H else E))
+    if pooled:
+        passing += (0 if rounds else 3 * H * H * (2 if H % 16 else 1)) + (P * H if accumulates else 0)
     return (
-        T * B * H
-        + len(grouped) * L * B * H
+        kept_floats(config, T, B, segments, rounds=rounds)
+        - in_segment[-1]
         + max(
             in_segment[-1] + T * B * 3 * P,
             max(in_segment)
             + passing
-            + longest * ((7 if L > 1 else 6) * H + widest)
+            + longest * ((6 + (L > 1) + 4 * rounds) * H + widest)
             + 3 * H * (widest + H + 2),
             passing + T * B * E,
         )
     )
 
 
-def _slice_floats(config: ModelConfig, B: int, slices: list[slice]) -> int:
-    """What slices keep: the embedding (E) and h, r, z, n, q of each layer (5H) of a token, and the states."""
+def _slice_floats(config: ModelConfig, B: int, slices: list[slice], rounds: bool) -> int:
+    """What slices keep: the embedding (E) and h, r, z, n, q of each layer (5H) of a token, and the states.
+
+    Where h is rounded or dropped out on its way to the next layer, that copy (H) too.
+    """
     H, L = config.hidden, config.layers
     tokens = B * sum(steps.stop - steps.start for steps in slices)
-    return tokens * ((config.embedding or H) + 5 * H * L) + B * len(slices) * L * H
+    copies = H * (L - 1) if rounds or config.dropout else 0
+    return tokens * ((config.embedding or H) + 5 * H * L + copies) + B * len(slices) * L * H
+
+
+def _product_weights(config: ModelConfig) -> int:
+    """The numbers of all matrices that are multiplied with, the classifier's P·H among them."""
+    H, E = config.hidden, config.embedding or config.hidden
+    return 3 * H * (E + H + (config.layers - 1) * 2 * H) + padded_vocab(config) * H
 
 
 def time_slices(T: int, B: int) -> int:
@@ -155,11 +181,12 @@ class GRULM:
         bound = 1 / math.sqrt(self.config.hidden)
         for index, (name, w) in enumerate(self.arena.param.items()):
             coordinates = {"seed": self.seed, "stream": random.INITIALISATION, "layer": index}
-            if name == "embedding.weight":
-                std = 1 / math.sqrt(w.shape[1]) if self.config.tied else 1.0
-                w[...] = std * random.normal(w.size, **coordinates).reshape(w.shape)
-            else:
-                w[...] = bound * (2 * random.uniform(w.size, **coordinates) - 1).reshape(w.shape)
+            std = 1 / math.sqrt(w.shape[-1]) if self.config.tied else 1.0
+            for start, piece in random.pieces(w):
+                if name == "embedding.weight":
+                    piece[...] = std * random.normal(len(piece), start=start, **coordinates)
+                else:
+                    piece[...] = bound * (2 * random.uniform(len(piece), start=start, **coordinates) - 1)
             if name in ("embedding.weight", "classifier.weight", "classifier.bias"):
                 w[self.config.vocab_size :] = 0
 
