@@ -33,15 +33,16 @@ def memory(config: Config) -> dict[str, int]:
     Activations are what forward keeps for backward, workspace is what the peak needs beside them. The
     optimizer's definition needs temporaries of the size of what it updates, the matrices and then the rest,
     but only after the activations are gone: Nadam four, AdamW three, and another for gradients that clipping
-    or a decay that is not decoupled changes; its twin needs none. Copies rounded to fp16 or bf16, and those
-    of dropout, are not counted.
+    or a decay that is not decoupled changes; its twin needs none.
     """
     rows = parameters(config)
     n = sum(row.count for row in rows)
     train, model = config.train, family(config.model.kind)
     shape = (config.model, train.seq_len, train.batch_size, train.segments)
     pooled = config.run.kernels == "numba"
-    kept, peak = model.kept_floats(*shape), model.activation_floats(*shape, pooled)
+    rounds = config.run.precision != "fp32"
+    kept = model.kept_floats(*shape, rounds=rounds)
+    peak = model.activation_floats(*shape, pooled, rounds=rounds, accumulates=train.accumulation > 1)
     largest_update = max(
         sum(row.count for row in rows if row.decayed is decayed) for decayed in (True, False)
     )

@@ -47,14 +47,10 @@ def step(
             decoupled=decoupled,
             grad_scale=grad_scale,
         )
-    kept = 1.0
-    if weight_decay and decoupled:
-        kept = 1 - lr * weight_decay
-    elif weight_decay:
-        grads, grad_scale = grad_scale * grads, 1.0
-        grads += weight_decay * params
+    kept = 1 - lr * weight_decay if decoupled else 1.0
     scalars = (
         grad_scale,
+        0.0 if decoupled else weight_decay,
         kept,
         beta1,
         1 - beta1,
@@ -67,13 +63,14 @@ def step(
     return update(_update, (params, grads, m, v), scalars, _COST)
 
 
-@compiled("T[::1], T[::1], T[::1], T[::1], T, T, T, T, T, T, T, T, T, boolean[::1]")
+@compiled("T[::1], T[::1], T[::1], T[::1], T, T, T, T, T, T, T, T, T, T, boolean[::1]")
 def _update(
     params: Array,
     grads: Array,
     m: Array,
     v: Array,
     grad_scale: float,
+    l2: float,
     kept: float,
     beta1: float,
     one_minus_beta1: float,
@@ -87,6 +84,8 @@ def _update(
     lost = False
     for i in range(len(params)):
         g = grad_scale * grads[i]
+        if l2:
+            g += l2 * params[i]
         m_i = m[i] * beta1 + one_minus_beta1 * g
         v_i = v[i] * beta2 + one_minus_beta2 * (g * g)
         p = params[i] * kept - rate * m_i / (np.sqrt(v_i / v_correction) + eps)
