@@ -1,5 +1,7 @@
 """`gru-ref golden`: what is in the file, that it can be computed again, and that the page's example runs."""
 
+import inspect
+import itertools
 import json
 import re
 import subprocess
@@ -80,11 +82,27 @@ def test_the_values_are_those_of_the_definition(op):
 @pytest.mark.parametrize("op", OTHERS)
 def test_what_a_step_changed_or_returned_is_the_output(op):
     arrays, _ = golden(op)
-    for dtype in DTYPES:
-        inputs, outputs = (part(arrays, "example", dtype, role) for role in ("input", "output"))
+    for case, dtype in itertools.product(cases(op), DTYPES):
+        inputs, outputs = (part(arrays, case, dtype, role) for role in ("input", "output"))
         known = {"clip": {"global_norm"}, "accumulate": {"total"}}
         assert outputs.keys() == known.get(op, {"params", "m", "v"})
         assert all(not np.array_equal(outputs[name], inputs.get(name)) for name in outputs)
+
+
+@pytest.mark.parametrize("op", ["adamw", "nadam"])
+def test_a_step_can_be_computed_from_its_file_alone(op):
+    """β, ε and the variant were left out where they had their defaults, which only the source tells."""
+    arrays, metadata = golden(op)
+    step = getattr(ops, op).step
+    assert len(cases(op)) >= 3
+    for case, dtype in itertools.product(cases(op), DTYPES):
+        described = metadata["cases"][case]["not_arrays"]
+        numbers = {k.removeprefix("input/"): v for k, v in described.items() if k.startswith("input/")}
+        inputs = {name: array.copy() for name, array in part(arrays, case, dtype, "input").items()}
+        assert inputs.keys() | numbers.keys() == inspect.signature(step).parameters.keys()
+        step(**inputs, **numbers)
+        outputs = part(arrays, case, dtype, "output")
+        assert all(np.array_equal(inputs[name], output) for name, output in outputs.items())
 
 
 @pytest.mark.parametrize("op", ops.names())

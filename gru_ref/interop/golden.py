@@ -106,7 +106,7 @@ def _differentiate(
     gradients = definition.backward(dy, cache, *extra)
     # a gradient each for the first arguments of forward, None for one that has none
     names = [f"d{name}" for name in inspect.signature(definition.forward).parameters]
-    results = {f"input/{name}": value for name, value in inputs.items()} | {"output/y": y}
+    results = _inputs(definition.forward, inputs) | {"output/y": y}
     results |= {f"cache/{i}": value for i, value in enumerate(cache)}
     results |= {f"cotangent/{name}": value for name, value in cotangents.items()}
     results |= {f"gradient/{name}": value for name, value in zip(names, gradients, strict=False)}
@@ -122,7 +122,9 @@ def _update(
         for name, function in public_functions(definition).items()
         if name != "example" and inputs.keys() <= inspect.signature(function).parameters.keys()
     ]
-    before = {f"input/{name}": np.array(v) if isinstance(v, np.ndarray) else v for name, v in inputs.items()}
+    before = _inputs(
+        functions[0], {k: v.copy() if isinstance(v, np.ndarray) else v for k, v in inputs.items()}
+    )
     result = functions[0](**inputs)
     changed = {
         f"output/{name}": value
@@ -132,6 +134,13 @@ def _update(
     return _described(
         before | (changed or {f"output/{functions[0].__name__}": np.array(result)}), functions[0]
     )
+
+
+def _inputs(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a call under their names in a file, defaults where `given` has none."""
+    call = inspect.signature(function).bind(**given)
+    call.apply_defaults()
+    return {f"input/{name}": value for name, value in call.arguments.items()}
 
 
 def _described(

@@ -49,8 +49,15 @@ def step(
     return bool(np.isfinite(params).all() and np.isfinite(v).all())
 
 
-def example(rng: np.random.Generator, n: int = 7, dtype: Any = np.float64) -> dict[str, Any]:
-    """The second step of n parameters."""
+CASES: dict[str, dict[str, Any]] = {
+    "decoupled": {},
+    "L2": {"decoupled": False},
+    "no decay": {"weight_decay": 0.0, "grad_scale": 1.0},
+}
+
+
+def example(rng: np.random.Generator, n: int = 7, dtype: Any = np.float64, **options: Any) -> dict[str, Any]:
+    """The second step of n parameters; options: of `step`."""
     params, grads, m, v = rng.standard_normal((4, n)).astype(dtype)
     return {
         "params": params,
@@ -61,4 +68,4 @@ def example(rng: np.random.Generator, n: int = 7, dtype: Any = np.float64) -> di
         "lr": 2e-3,
         "weight_decay": 0.1,
         "grad_scale": 0.3,
-    }
+    } | options

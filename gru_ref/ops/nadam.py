@@ -64,17 +64,27 @@ def step(
     return bool(np.isfinite(params).all() and np.isfinite(v).all())
 
 
-def example(rng: np.random.Generator, n: int = 7, dtype: Any = np.float64) -> dict[str, Any]:
-    """The second step of n parameters."""
+CASES: dict[str, dict[str, Any]] = {
+    "torch": {},
+    "keras": {"variant": "keras"},
+    "constant": {"variant": "constant"},
+    "L2": {"decoupled": False},
+    "no decay": {"weight_decay": 0.0, "grad_scale": 1.0},
+}
+
+
+def example(rng: np.random.Generator, n: int = 7, dtype: Any = np.float64, **options: Any) -> dict[str, Any]:
+    """The second step of n parameters; options: of `step`."""
     params, grads, m, v = rng.standard_normal((4, n)).astype(dtype)
+    variant = options.get("variant", "torch")
     return {
         "params": params,
         "grads": grads,
         "m": m,
         "v": np.square(v),
         "t": 2,
-        "mu_product": momentum(1) * momentum(2),
+        "mu_product": momentum(1, variant=variant) * momentum(2, variant=variant),
         "lr": 2e-3,
         "weight_decay": 0.1,
         "grad_scale": 0.3,
-    }
+    } | options
