@@ -1,5 +1,6 @@
 """What the commands that take a configuration share: its options, and its length in steps."""
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,25 @@ NAMED = {
     "sample_every": ("train.sample_every", int, "Steps between samples of text; 0: only first and last."),
     "log_every": ("train.log_every", int, "Steps between lines on the screen."),
 }
+
+
+class Positive(click.ParamType):
+    """A finite number above 0, at most `most`."""
+
+    name = "number"
+
+    def __init__(self, most: float = math.inf) -> None:
+        self.most = most
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        try:
+            number = float(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a number", param, ctx)
+        if not (0 < number <= self.most and math.isfinite(number)):
+            bound = " and finite" if self.most == math.inf else f" and at most {self.most:g}"
+            self.fail(f"{value} must be above 0{bound}", param, ctx)
+        return number
 
 
 def named_options(*names: str) -> Callable[[Any], Any]:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from gru_ref.cli._configuration import Positive
+
 if TYPE_CHECKING:
     from gru_ref.bench._settings import Settings
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 @click.option("--all", "with_long", is_flag=True, help="Also those that take minutes.")
 @click.option(
     "--seconds",
-    type=click.FloatRange(0, 86_400, min_open=True),
+    type=Positive(86_400),
     default=10.0,
     show_default=True,
     metavar="S",
@@ -67,11 +69,11 @@ def command(
 
     if as_json and markdown:
         raise UsageError("--json and --markdown contradict each other; give one")
+    for name in names:
+        bench.find(name)
     if show_list:
         _print_list(as_json)
         return
-    for name in names:
-        bench.find(name)
     chosen = names or [name for name in bench.names() if with_long or not bench.is_long(name)]
     settings = Settings(threads or min(2, available_cores()), kernels, seconds, repeats or 0)
     report: dict[str, Any] = {

@@ -1,37 +1,24 @@
 """`gru-ref plan`: what a run will need and cost, before it starts (gru_ref/plan)."""
 
 import json
-import math
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from gru_ref.cli._configuration import check_file_name, dotted, named_options, set_option, with_length
+from gru_ref.cli._configuration import (
+    Positive,
+    check_file_name,
+    dotted,
+    named_options,
+    set_option,
+    with_length,
+)
 
 if TYPE_CHECKING:
     from gru_ref.config import Config
 
 HERE = "here"
 UNITS = {"MB": 1e6, "GB": 1e9, "MiB": 2**20, "GiB": 2**30}
-
-
-class _Positive(click.ParamType):
-    """A finite number above 0, at most `most`."""
-
-    name = "number"
-
-    def __init__(self, most: float = math.inf) -> None:
-        self.most = most
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        try:
-            number = float(value)
-        except ValueError:
-            self.fail(f"{value!r} is not a number", param, ctx)
-        if not (0 < number <= self.most and math.isfinite(number)):
-            bound = " and finite" if self.most == math.inf else f" and at most {self.most:g}"
-            self.fail(f"{value} must be above 0{bound}", param, ctx)
-        return number
 
 
 class _Bytes(click.ParamType):
@@ -43,7 +30,7 @@ class _Bytes(click.ParamType):
         unit = next((unit for unit in UNITS if value.endswith(unit)), None)
         if unit is None:
             self.fail(f"{value!r} needs a unit of {', '.join(UNITS)}, as in 26.4GB", param, ctx)
-        return UNITS[unit] * _Positive().convert(value.removesuffix(unit), param, ctx)
+        return UNITS[unit] * Positive().convert(value.removesuffix(unit), param, ctx)
 
 
 @click.command("plan")
@@ -54,10 +41,10 @@ class _Bytes(click.ParamType):
     "--device", default=HERE, metavar="NAME", show_default=True, help="Or a GPU, as l40s or a100-80gb."
 )
 @click.option("--precision", type=click.Choice(["fp32", "tf32", "fp16", "bf16"]), help="Of matrix products.")
-@click.option("--efficiency", type=_Positive(1), help="Share of the GPU's peak that products reach, 0 to 1.")
-@click.option("--price-per-hour", type=_Positive(), help="What the machine costs, for the price of the run.")
+@click.option("--efficiency", type=Positive(1), help="Share of the GPU's peak that products reach, 0 to 1.")
+@click.option("--price-per-hour", type=Positive(), help="What the machine costs, for the price of the run.")
 @click.option("--tokens", type=click.IntRange(1), help="Tokens of the whole run, instead of --steps.")
-@click.option("--measured-tokens-per-second", type=_Positive(), help="Of another engine, to compare.")
+@click.option("--measured-tokens-per-second", type=Positive(), help="Of another engine, to compare.")
 @click.option("--measured-memory", type=_Bytes(), help="Of another engine, to compare, as 26.4GB.")
 @named_options(
     *("steps", "epochs", "batch_size", "seq_len", "accumulation", "segments"),

@@ -24,8 +24,9 @@ class Arena:
 
     Clearing all gradients before every step and then adding to them is slow where they are large. So
     `forget_grads` clears none: the first gradient of a parameter takes its place (`add_grad`), written there
-    by the matrix product itself where it can be (`grad_memory`). Whoever looks at `grads` or `grad` in
-    between finds zeros.
+    by the matrix product itself where it can be (`grad_memory`). Whoever asks for `grads` or `grad` in
+    between gets zeros; a view that was kept from before shows what lies there, and what is written through it
+    is lost. An arena can be copied and pickled.
     """
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: Any = np.float32) -> None:
@@ -44,6 +45,18 @@ class Arena:
         self.decayed, self.rest = slice(0, n_decayed), slice(n_decayed, self.size)
         self._forgotten: set[str] = set()
         self.params = np.zeros(self.size, self.dtype)
+        self.param = self.views(self.params)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The flat vectors alone: a copy's `param` and `grad` must be views of its own."""
+        arrays = {name: vars(self)[name] for name in ("params", "m", "v") if name in vars(self)}
+        if "_grads" in vars(self):
+            arrays["_grads"] = self.grads
+        return {"shapes": self.shapes, "dtype": self.dtype, "arrays": arrays}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Arena.__init__(self, state["shapes"], state["dtype"])
+        vars(self).update(state["arrays"])
         self.param = self.views(self.params)
 
     @property

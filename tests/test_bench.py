@@ -247,6 +247,8 @@ def test_the_list_shows_every_benchmark_with_what_it_measures(capsys):
         (["gru-stp"], "no benchmark 'gru-stp'; known: encode, gpt-124m,"),
         (["--json", "--markdown"], "--json and --markdown contradict each other"),
         (["--repeats", "0"], "'--repeats'"),
+        (["--seconds", "nan"], "nan must be above 0 and at most 86400"),
+        (["--list", "gru-stp"], "no benchmark 'gru-stp'"),
     ],
 )
 def test_wrong_usage_is_one_line(arguments, message, capsys):

@@ -207,6 +207,12 @@ def test_slices_have_at_least_two_thousand_tokens_and_are_at_most_eight(T, B, sl
     assert gru_lm.time_slices(T, B) == slices
 
 
+@pytest.mark.parametrize("name", ["gru", "gpt2"])
+def test_no_segments_at_all_is_an_error_that_says_so(name):
+    with pytest.raises(ValueError, match="segments must be at least 1, not 0"):
+        build(MODELS[name]).forward(np.zeros((4, 2), np.int64), segments=0)
+
+
 @pytest.mark.parametrize("kernels", ["numpy", "numba"])
 @pytest.mark.parametrize("name", ["gru without dropout", "gpt2 without dropout"])
 def test_an_evaluation_needs_no_more_memory_than_a_step_in_as_many_segments_as_there_are(name, kernels):

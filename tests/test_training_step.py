@@ -1,5 +1,7 @@
 """One optimizer step: what accumulation, clipping, decay and non-finite numbers do (N07, C09)."""
 
+import copy
+import pickle
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gru_ref.backend import Backend
+from gru_ref.backend import KERNEL_FOLDERS, Backend
 from gru_ref.config import ModelConfig, OptimizerConfig
 from gru_ref.errors import RunError
 from gru_ref.models.gpt2 import GPT2
@@ -87,6 +89,35 @@ def test_the_loss_is_weighted_by_tokens_and_not_a_mean_of_means():
     # dL/db = mean over the 5 tokens of p − onehot
     p = np.exp(model.arena.param["classifier.bias"])
     assert model.arena.grad["classifier.bias"] == pytest.approx(p - [0.8, 0.2, 0], abs=1e-15)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_copied_model_trains_as_the_original(copied, steps):
+    """Its parameters by name were no longer views of the flat vector: it silently never learned."""
+    model, batches = small_model(), [random_batch(3)]
+    for _ in range(steps):
+        train_step(model, Optimizer(OptimizerConfig(), model.ops), batches, lr=1e-2)
+    again = copied(model)
+    for one in (model, again):
+        one.optimizer = Optimizer(OptimizerConfig(), one.ops)
+    for _ in range(3):
+        losses = [train_step(one, one.optimizer, batches, lr=1e-2).loss for one in (model, again)]
+        assert losses[0] == losses[1]
+    assert np.array_equal(model.arena.params, again.arena.params)
+    assert not np.may_share_memory(model.arena.params, again.arena.params)
+
+
+@pytest.mark.parametrize("kernels", KERNEL_FOLDERS)
+def test_a_numpy_number_as_learning_rate_widens_nothing(kernels):
+    """float32 times a np.float64 is float64: the definition rounded elsewhere than with a Python number."""
+    arenas = []
+    for number in (float, np.float64):
+        model = small_model(np.float32)
+        model.arena.grads[...] = model.arena.params
+        Optimizer(OptimizerConfig(), Backend(kernels)).step(model.arena, number(1e-3))
+        arenas.append(model.arena.params.tobytes())
+    assert arenas[0] == arenas[1]
 
 
 @pytest.mark.parametrize("first", ["grads", "grad"])
@@ -235,6 +266,19 @@ def test_a_second_moment_never_becomes_infinite_in_silence():
     assert clipped.grad_norm > 1e24
     with pytest.raises(RunError, match=r"overflowed second moment of embedding\.weight"):
         train_step(model, Optimizer(OptimizerConfig(), model.ops), [random_batch(3)], lr=1e-3)
+
+
+def test_a_norm_beyond_float64_is_not_blamed_on_the_loss():
+    """All gradients are finite, and so is the loss."""
+    model = small_model()
+    linear = model.ops.linear
+
+    def huge(dlogits, cache, out):
+        return tuple(1e200 * gradient for gradient in linear.backward(dlogits, cache))
+
+    replace(model, "linear", backward=huge)
+    result = train_step(model, Optimizer(OptimizerConfig(), model.ops), [random_batch(3)], lr=1e-3)
+    assert (result.nonfinite, result.grad_norm) == ("gradient norm", np.inf)
 
 
 def test_each_micro_batch_has_its_own_dropout_mask():

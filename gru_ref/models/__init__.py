@@ -81,5 +81,7 @@ def padded_vocab(config: ModelConfig) -> int:
 
 def split_evenly(n: int, parts: int) -> list[range]:
     """0 … n−1 in min(n, parts) ranges, whose lengths differ by one at most; none is longer than the last."""
+    if parts < 1:
+        raise ValueError(f"the number of segments must be at least 1, not {parts}")
     parts = min(n, parts)
     return [range(n * i // parts, n * (i + 1) // parts) for i in range(parts)]

@@ -33,7 +33,8 @@ def step(
 ) -> bool:
     """One update of params, m and v (all of one shape) in place.
 
-    Returns whether params and v are finite afterwards: an infinite v would freeze its parameter for ever.
+    Numbers are Python's: one of NumPy's, such as np.float64, would make float32 arithmetic float64. Returns
+    whether params and v are finite afterwards: an infinite v would freeze its parameter for ever.
     """
     if grad_scale != 1:
         grads = grad_scale * grads

@@ -46,7 +46,8 @@ def step(
 ) -> bool:
     """One update of params, m and v (all of one shape) in place; mu_product is Π_t, with this step's μ_t.
 
-    Returns whether params and v are finite afterwards: an infinite v would freeze its parameter for ever.
+    Numbers are Python's: one of NumPy's, such as np.float64, would make float32 arithmetic float64. Returns
+    whether params and v are finite afterwards: an infinite v would freeze its parameter for ever.
     """
     mu, mu_next = momentum(t, beta1, variant), momentum(t + 1, beta1, variant)
     if grad_scale != 1:

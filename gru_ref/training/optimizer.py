@@ -23,7 +23,13 @@ class Optimizer:
         """
         c = self.config
         self.t += 1
-        options: dict[str, Any] = {"t": self.t, "lr": lr, "beta1": c.beta1, "beta2": c.beta2, "eps": c.eps}
+        options: dict[str, Any] = {
+            "t": self.t,
+            "lr": float(lr),
+            "beta1": c.beta1,
+            "beta2": c.beta2,
+            "eps": c.eps,
+        }
         if c.name == "nadam":
             update = self.ops.nadam.step
             self.mu_product *= self.ops.nadam.momentum(self.t, c.beta1, c.variant)

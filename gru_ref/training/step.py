@@ -53,6 +53,7 @@ def train_step(
     micro_step: the number of the first micro-batch since the start of training; dropout masks depend on it.
     state: (L, A·B, H) to start from, micro-batch i using columns iB…(i+1)B, or None for zeros.
     loss_scale: of the backward pass; it is updated. segments: as in `LanguageModel.forward`.
+    Without a counted target loss and gradients are 0 and the state stays; momentum and weight decay act.
     Raises RunError where the update itself overflows, because then the weights are lost.
     """
     arena = model.arena
@@ -72,7 +73,8 @@ def train_step(
             arena.grads[...] *= 1 / loss_scale.value
         norm = model.ops.clip.global_norm([arena.grads])
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            culprit = _not_finite({"parameter": arena.param, "gradient of": arena.grad}) or "loss"
+            culprit = _not_finite({"parameter": arena.param, "gradient of": arena.grad})
+            culprit = culprit or ("gradient norm" if math.isfinite(loss) else "loss")
             lowered = loss_scale is not None and math.isfinite(loss) and loss_scale.overflow()
             return StepResult(loss, tokens, norm, state, nonfinite=culprit, loss_scale_lowered=lowered)
         finite = optimizer.step(arena, lr, grad_scale=model.ops.clip.factor(norm, clip_norm))
