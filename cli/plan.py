@@ -69,7 +69,7 @@ def command(
 ) -> None:
     """Predict memory, time and cost of a run, here or on a GPU.
 
-    Here, a shortened step is timed, for a second or two. On a GPU the step is computed from the peak and the
+    Here, a shortened step is timed, for a few seconds. On a GPU the step is computed from the peak and the
     bandwidth of the vendor's data sheet; nothing runs.
     """
     from gru_ref import config as configuration

@@ -9,7 +9,7 @@ On a GPU, a plain sum of work and traffic:
 
 The share of the peak is that of a public run of the same kind of model and not a property of the card: say
 another where you know better. Here no peak is known, so the step itself is timed, at a size that takes a
-second or two, and continued in proportion to the length and to the number of layers.
+few seconds, and continued in proportion to the length and to the number of layers.
 """
 
 import statistics
@@ -142,13 +142,13 @@ def _time_micro_batch(config: Config, budget: float) -> tuple[float, str]:
 
     end = time.perf_counter() + budget
     size = 1
-    seconds(1, 1)  # the first time takes memory
-    taken = [seconds(*((size, B) if recurrent else (T, size)))]
-    a_pass = min(seconds(1, 1), taken[0] / 2)
-    while size < full and time.perf_counter() + 2 * taken[0] < end:
+    first = seconds(*((size, B) if recurrent else (T, size)))
+    a_pass = min(seconds(1, 1), first / 2)
+    while size < full and time.perf_counter() + 2 * first < end:
         size = min(2 * size, full)
-        taken = [seconds(*((size, B) if recurrent else (T, size)))]
-    while time.perf_counter() + taken[0] < end:
+        first = seconds(*((size, B) if recurrent else (T, size)))
+    taken: list[float] = []  # without the first, which takes memory from the system
+    while not taken or time.perf_counter() + first < end:
         taken.append(seconds(*((size, B) if recurrent else (T, size))))
     products = max(0.0, statistics.median(taken) - passes(size) * a_pass)  # a busy machine can make it less
     return passes(full) * a_pass + products * full / size, f"{size} of {full} {unit}"
