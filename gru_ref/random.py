@@ -25,7 +25,7 @@ SAMPLING = 4
 GRADCHECK = 5
 
 MAX_SEED = 2**64 - 1
-PIECE = 2**14  # numbers, whose temporary arrays stay in the cache
+PIECE = 2**12  # numbers, whose temporary arrays stay in the cache
 
 _MULTIPLIER_0 = np.uint64(0xD2511F53)
 _MULTIPLIER_1 = np.uint64(0xCD9E8D57)
