@@ -49,7 +49,9 @@ class Arena:
 
     def __getstate__(self) -> dict[str, Any]:
         """The flat vectors alone: a copy's `param` and `grad` must be views of its own."""
-        arrays = {name: vars(self)[name] for name in ("params", "m", "v") if name in vars(self)}
+        arrays: dict[str, Array] = {
+            name: vars(self)[name] for name in ("params", "m", "v") if name in vars(self)
+        }
         if "_grads" in vars(self):
             arrays["_grads"] = self.grads
         return {"shapes": self.shapes, "dtype": self.dtype, "arrays": arrays}

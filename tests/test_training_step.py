@@ -281,6 +281,15 @@ def test_a_norm_beyond_float64_is_not_blamed_on_the_loss():
     assert (result.nonfinite, result.grad_norm) == ("gradient norm", np.inf)
 
 
+@pytest.mark.parametrize("sequences", [3, 5])
+def test_a_state_of_other_sequences_is_refused(sequences):
+    """One that was too wide lost its last sequences without a word."""
+    model = small_model()
+    batches = split(random_batch(4), [2, 2])
+    with pytest.raises(ValueError, match=f"the state is of {sequences} sequences, the micro-batches have 4"):
+        accumulate(model, batches, state=model.initial_state(sequences))
+
+
 def test_each_micro_batch_has_its_own_dropout_mask():
     model = small_model(dropout=0.5)
     steps = []

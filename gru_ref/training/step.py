@@ -100,6 +100,9 @@ def accumulate(
     tokens = sum(int(np.count_nonzero(targets != IGNORE)) for _, targets in micro_batches)
     if tokens == 0:
         return 0.0, 0, state
+    lanes = sum(inputs.shape[1] for inputs, _ in micro_batches)
+    if state is not None and state.shape[1] != lanes:
+        raise ValueError(f"the state is of {state.shape[1]} sequences, the micro-batches have {lanes}")
     nats, lane = 0.0, 0
     states: list[Any] = []
     for i, (inputs, targets) in enumerate(micro_batches):
