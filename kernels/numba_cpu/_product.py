@@ -23,6 +23,8 @@ from gru_ref.types import Array
 
 _DEPTH = 8192 // VECTOR_BYTES
 """Rows of a panel that are used together: 24 KiB of them."""
+_FAR = 2**23
+"""Bytes of B beyond which its panels are fetched ahead of time: hardware alone begins too late (measured)."""
 _ROWS_PACKED = 64
 """Rows of B that are packed together, as panels lie across them."""
 _PRODUCT_COST, _PACK_COST, _SUM_COST = 0.03, 0.3, 0.3
@@ -83,6 +85,7 @@ def _multiply(A: Array, P: Array, rows_of_B: int, first: int, first_row: int, C:
     size = P.itemsize
     lanes = VECTOR_BYTES // size
     a_row, a_k, c_row = A.strides[0] // size, A.strides[1] // size, C.strides[0] // size
+    far = rows_of_B * N * size > _FAR
     j = 0
     while j < columns:
         vectors = _next_panel((N - j) // lanes)
@@ -91,9 +94,9 @@ def _multiply(A: Array, P: Array, rows_of_B: int, first: int, first_row: int, C:
             p, a = j * rows_of_B + k * vectors * lanes, A.ctypes.data + k * a_k * size
             depth = min(_DEPTH, K - k)
             if vectors == 3:
-                tiles_3(P, p, a, a_row, a_k, f, f_row, c, c_row, M, depth)
+                tiles_3(P, p, a, a_row, a_k, f, f_row, c, c_row, M, depth, far)
             else:
-                tiles_2(P, p, a, a_row, a_k, f, f_row, c, c_row, M, depth)
+                tiles_2(P, p, a, a_row, a_k, f, f_row, c, c_row, M, depth, far)
             f, f_row = c, c_row
         j += vectors * lanes
 

@@ -34,6 +34,8 @@ _FEATURES = llvm.get_host_cpu_features()
 VECTOR_BYTES = 64 if _FEATURES.get("avx512f") else 32 if _FEATURES.get("avx2") else 16
 _ROWS = 8 if VECTOR_BYTES == 64 else 4
 """R of the largest tile: 3·R vectors and a few more are as many as the registers hold, 32 of them or 16."""
+_LINE = 64
+"""Bytes that the cache fetches together."""
 _INT32 = ir.IntType(32)
 _BYTES = ir.IntType(8).as_pointer()
 
@@ -83,20 +85,21 @@ class _Emitter:
         name = f"llvm.fma.v{self.lanes}f{8 * self.size}"
         return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), [a, b, c])
 
-    def prefetch(self, pointer: Any) -> None:
-        """What is written to soon."""
+    def prefetch(self, pointer: Any, *, to_write: bool) -> None:
+        """What is written to soon, into the first level of the cache, or read soon, into the second."""
         kind = ir.FunctionType(ir.VoidType(), [_BYTES, _INT32, _INT32, _INT32])
         function = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
-        to_write, near, data = _INT32(1), _INT32(3), _INT32(1)
-        self.builder.call(function, [self.builder.bitcast(pointer, _BYTES), to_write, near, data])
+        write, near, data = _INT32(int(to_write)), _INT32(3 if to_write else 2), _INT32(1)
+        self.builder.call(function, [self.builder.bitcast(pointer, _BYTES), write, near, data])
 
 
-def _make_tile(rows: int, vectors: int) -> Callable[..., None]:
+def _make_tile(rows: int, vectors: int, *, fetches: bool = False) -> Callable[..., None]:
     """tile(P, p, a, a_row, a_k, f, f_row, c, c_row, K) for R = rows, V = vectors.
 
     P holds the panel's rows one after the other, from element p on. a, f and c are the addresses of A[0, 0],
     F[0, 0] and C[0, 0]; a_row, a_k, f_row and c_row the distances between rows and between steps of k.
-    F may be C; f_row = 0 adds one row to all. K ≥ 1.
+    F may be C; f_row = 0 adds one row to all. K ≥ 1. fetches: the panel's next K rows into the second-level
+    cache meanwhile.
     """
 
     def plain(
@@ -128,7 +131,7 @@ def _make_tile(rows: int, vectors: int) -> Callable[..., None]:
         )
         for pointers in c_rows:
             for pointer in pointers:
-                e.prefetch(pointer)
+                e.prefetch(pointer, to_write=True)
         entry, loop = builder.block, builder.append_basic_block("k")
         done = builder.append_basic_block("done")
         builder.branch(loop)
@@ -137,6 +140,10 @@ def _make_tile(rows: int, vectors: int) -> Callable[..., None]:
         k, row_of_a, row_of_panel = (builder.phi(index) for _ in range(3))
         sums = [[builder.phi(e.vector) for _ in range(vectors)] for _ in range(rows)]
         panel = [e.load(e.pointer(e.P, row_of_panel, v * e.lanes)) for v in range(vectors)]
+        if fetches:
+            behind = builder.add(row_of_panel, builder.mul(K, index(vectors * e.lanes)))
+            for v in range(0, vectors, max(1, _LINE // VECTOR_BYTES)):
+                e.prefetch(e.pointer(e.P, behind, v * e.lanes), to_write=False)
         for r in range(rows):
             factor = e.repeated(builder.load(builder.gep(a_rows[r], [row_of_a])))
             for v in range(vectors):
@@ -271,16 +278,34 @@ def _make_keep_apart() -> Any:
 
 
 def _make_tiles(largest: int, vectors: int) -> Callable[..., None]:
-    """tiles(P, p, a, a_row, a_k, f, f_row, c, c_row, M, K): those of M rows of C below one another."""
+    """tiles(P, p, a, a_row, a_k, f, f_row, c, c_row, M, K, far): those of M rows of C below one another.
+
+    far: whether the first one fetches what comes next.
+    """
+    tile_first = _make_tile(largest, vectors, fetches=True)
     tile_largest, tile_4, tile_2, tile_1 = (_make_tile(rows, vectors) for rows in (largest, 4, 2, 1))
 
     @numba.njit(**OPTIONS)
     def tiles(
-        P: Array, p: int, a: int, a_row: int, a_k: int, f: int, f_row: int, c: int, c_row: int, M: int, K: int
+        P: Array,
+        p: int,
+        a: int,
+        a_row: int,
+        a_k: int,
+        f: int,
+        f_row: int,
+        c: int,
+        c_row: int,
+        M: int,
+        K: int,
+        far: bool,
     ) -> None:
         keep_apart()
         a_step, f_step, c_step = a_row * P.itemsize, f_row * P.itemsize, c_row * P.itemsize
         i = 0
+        if far and largest <= M:
+            tile_first(P, p, a, a_row, a_k, f, f_row, c, c_row, K)
+            i = largest
         while i + largest <= M:
             tile_largest(P, p, a + i * a_step, a_row, a_k, f + i * f_step, f_row, c + i * c_step, c_row, K)
             i += largest
