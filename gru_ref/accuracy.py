@@ -22,6 +22,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "attention_blocked": {"T": 150, "S": 150, "B": 3, "N": 2, "D": 32, "block": 64},
     "clip": {"n": 40_009},
     "cross_entropy": {"N": 151, "V": 1151},
+    "embedded_gru": {"V": 37, "T": 33, "B": 21, "E": 65, "H": 130},
     "embedding": {"V": 37, "E": 129, "lead": (64, 16)},
     "gelu": {"shape": (31, 1151)},
     "gru": {"T": 33, "B": 21, "I": 65, "H": 130},
@@ -31,7 +32,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "nadam": {"n": 20_011},
 }
 """What is computed: larger than an operation's own example, with sizes that no block or vector divides."""
-_SMALLER = {"gru": ("weight_ih", "weight_hh")}
+_SMALLER = dict.fromkeys(("embedded_gru", "gru"), ("weight_ih", "weight_hh"))
 """Inputs divided by 8: at these sizes a recurrence of larger weights is chaotic, any rounding grows."""
 
 

@@ -90,6 +90,13 @@ class Arena:
         """Where the first gradient since `forget_grads` can be written; None for a later one."""
         return self._grad[name] if name in self._forgotten else None
 
+    def grad_total(self, name: str) -> Array:
+        """`grad[name]`, to add to; unlike `grad` it leaves other forgotten gradients forgotten."""
+        if name in self._forgotten:
+            self._forgotten.remove(name)
+            self._grad[name][...] = 0
+        return self._grad[name]
+
     def add_grad(self, name: str, gradient: Array, add: Callable[[Array, Array], None]) -> None:
         """Adds to a parameter's gradient, or to its first rows, by `add`, that of ops/accumulate.py.
 

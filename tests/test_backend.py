@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from gru_ref import Backend, cli, ops, threads
-from gru_ref.backend import public_functions
+from gru_ref.backend import KERNEL_FOLDERS, public_functions
 from gru_ref.errors import BackendError
 from gru_ref.kernels import numba_cpu
-from gru_ref.kernels.numba_cpu import _compile
-from gru_ref.ops import adamw, cross_entropy, embedding, nadam
+from gru_ref.kernels.numba_cpu import _compile, _product, _recurrence
+from gru_ref.ops import adamw, cross_entropy, embedded_gru, embedding, gru, nadam
 from gru_ref.ops.cross_entropy import IGNORE
 
 TWIN_FILES = sorted(m.name for m in pkgutil.iter_modules(numba_cpu.__path__) if not m.name.startswith("_"))
@@ -254,6 +254,65 @@ def test_an_optimizer_twin_refuses_read_only_arrays_and_other_shapes(op, key, tw
     inputs[key].flags.writeable = False
     with pytest.raises(ValueError, match="read-only"):
         getattr(twins, op).step(**inputs)
+
+
+# --- GRU --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernels", KERNEL_FOLDERS)
+def test_an_embeddings_row_that_no_id_names_does_not_matter(kernels):
+    """Products over the whole table would carry its NaN or ∞ into dW, by way of 0 · ∞."""
+    inputs = embedded_gru.example(np.random.default_rng(0), V=5, T=9)
+    inputs["ids"] %= 4
+    results = []
+    for last in (1.0, np.inf, np.nan):
+        inputs["table"][4] = last
+        y, cache = Backend(kernels).embedded_gru.forward(**inputs)
+        results.append([y, *Backend(kernels).embedded_gru.backward(np.ones_like(y), cache)])
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            assert a is b is None or np.allclose(a, b, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_first_gru_layer_multiplies_each_token_of_the_vocabulary_once(dtype, twins, monkeypatch):
+    sizes = []
+    right = _recurrence.steps
+    monkeypatch.setattr(
+        _recurrence, "steps", lambda gates, *rest: sizes.append(len(gates)) or right(gates, *rest)
+    )
+    for V, rows in ((13, 13), (14, 27)):  # at most half of 27 tokens, and more
+        inputs = embedded_gru.example(np.random.default_rng(0), V=V, T=9, dtype=dtype)
+        twins.embedded_gru.forward(**inputs)
+        assert sizes.pop() == rows
+
+
+@pytest.mark.parametrize("T", [1, 2, 5])
+def test_a_first_state_of_zeros_is_as_one_that_is_given(T, twins):
+    """The twin does not multiply it. Enough sequences for the kernel, for a single step too."""
+    inputs = gru.example(np.random.default_rng(0), T=T, B=20, h0=False)
+    results = []
+    for h0 in (None, np.zeros((20, 6))):
+        y, cache = twins.gru.forward(**inputs | {"h0": h0})
+        results.append([y, *twins.gru.backward(np.ones_like(y), cache)])
+    assert results[0][2] is None
+    for i in (0, 1, 3, 4, 5, 6):
+        np.testing.assert_allclose(results[0][i], results[1][i], rtol=0, atol=1e-13)
+
+
+def test_recurrent_weights_too_large_for_the_caches_give_the_same_values(twins):
+    """Their panels are fetched ahead of time, in a tile of its own."""
+    H = 840
+    assert 3 * H * H * 4 > _product._FAR
+    inputs = gru.example(np.random.default_rng(0), T=2, B=20, H=H, dtype=np.float32)
+    for name in ("weight_ih", "weight_hh"):
+        inputs[name] /= 32
+    y, cache = twins.gru.forward(**inputs)
+    expected, _ = gru.forward(**inputs)
+    assert_close(y, expected, 4)
+    dy = np.ones_like(y)
+    for actual, true in zip(twins.gru.backward(dy, cache), gru.backward(dy, cache), strict=True):
+        assert_close(actual, true, 8 * np.maximum(1, np.abs(true).max()))
 
 
 # --- embedding --------------------------------------------------------------------------------------------

@@ -129,6 +129,18 @@ def test_forgotten_gradients_are_zero_for_whoever_looks(first):
     assert arena.grad_memory("classifier.bias") is None  # they were cleared for that
 
 
+def test_a_total_to_add_to_is_cleared_once_and_alone():
+    arena = small_model().arena
+    arena.grads[...] = 7
+    arena.forget_grads()
+    total = arena.grad_total("embedding.weight")
+    assert not total.any()
+    total += 1
+    arena.grad_total("embedding.weight")[...] += 2
+    assert arena.grad_memory("classifier.bias") is not None
+    assert (arena.grad["embedding.weight"] == 3).all()
+
+
 def test_the_first_gradient_after_forgetting_takes_its_place_and_later_ones_are_added():
     arena, add = small_model().arena, Backend("numpy").accumulate.add
     arena.grads[...] = np.nan
@@ -218,11 +230,11 @@ def test_a_non_finite_step_is_named_and_changes_nothing(config, where, culprit):
     optimizer = Optimizer(config, model.ops)
     state = np.zeros((2, 3, 4), np.float32)
     train_step(model, optimizer, [random_batch(3)], lr=1e-2)  # moments that could be spoiled
-    gru, loss = model.ops.gru, model.ops.cross_entropy
+    gru, loss = model.ops.embedded_gru, model.ops.cross_entropy
 
-    def gradient_with_inf(dy, cache, dh_T):
-        gradients = list(gru.backward(dy, cache, dh_T))
-        gradients[4] = np.full_like(gradients[4], np.inf)  # bias_ih
+    def gradient_with_inf(*arguments):
+        gradients = list(gru.backward(*arguments))
+        gradients[5] = np.full_like(gradients[5], np.inf)  # bias_ih
         return tuple(gradients)
 
     def infinite_loss(logits, targets, **options):
@@ -232,7 +244,7 @@ def test_a_non_finite_step_is_named_and_changes_nothing(config, where, culprit):
     if where == "parameter":
         model.arena.param["gru.1.weight_hh"][2, 3] = np.nan
     elif where == "gradient":
-        replace(model, "gru", backward=gradient_with_inf)
+        replace(model, "embedded_gru", backward=gradient_with_inf)
     else:
         replace(model, "cross_entropy", forward=infinite_loss)
     before = snapshot(model, optimizer)

@@ -81,47 +81,46 @@ def activation_floats(
     Beside xᴸ, the states and the rounded copies that forward keeps, and what a segment keeps, the peak is
 
     - at the loss, with logits, log p and their difference or gradient (3P),
-    - or in a slice's backward, with dlogits (P), dxᴸ (H) and where E is not H dx⁰ of every token, and of the
-      slice's own dgates_x and dgates_h (3H each; rounded, with h, 4H more), dy (H) unless L = 1, and dx, and
-      the gradients of a layer,
-    - or in the embedding's, with dlogits, dxᴸ, dx⁰ and its sorted copy.
+    - or in a slice's backward, with dlogits (P) and dxᴸ (H) of every token, and of the
+      slice's own dgates_x and dgates_h (3H each; rounded, with h, 4H more), dy (H) unless it is dxᴸ, the
+      layer's dx, and below them x⁰ too, and the gradients of a layer.
 
     pooled: where memory only serves again for an array of the same size, logits and log p are there in all,
     and U in panels of whole vectors, forward's and backward's, which are of one size where H is a multiple of
-    16. accumulates: a second micro-batch's gradient of the classifier (P·H) is not written in place.
+    16; where the vocabulary is small (ops/embedded_gru.py), the first layer's gates and gradients by id are
+    there in place of x⁰ and dx⁰. accumulates: a second micro-batch's gradient of the classifier (P·H) is not
+    written in place.
     """
     P, H, L = padded_vocab(config), config.hidden, config.layers
     E = config.embedding or H
     grouped = segments_of(T, B, segments)
     in_segment = [_slice_floats(config, B, slices, rounds) for slices in grouped]
     longest = B * max(steps.stop - steps.start for slices in grouped for steps in slices)
-    widest = max(E if L <= 2 else 0, H if L > 1 else 0)
-    passing = T * B * ((3 if pooled else 1) * P + H + (0 if E == H else E))
+    gates = (6 + 4 * rounds) * H * longest
+    by_id = pooled and not rounds and longest >= 2 * P
+    first = gates + longest * (H * (L > 1) + (0 if by_id else 2 * E)) + 3 * H * (E + H + 2)
+    if by_id:
+        first += P * (6 * H + E)
+    above = gates + longest * (H * (L > 2) + H) + 3 * H * (2 * H + 2) if L > 1 else 0
+    passing = T * B * ((3 if pooled else 1) * P + H)
     if pooled:
         passing += (0 if rounds else 3 * H * H * (2 if H % 16 else 1)) + (P * H if accumulates else 0)
     return (
         kept_floats(config, T, B, segments, rounds=rounds)
         - in_segment[-1]
-        + max(
-            in_segment[-1] + T * B * 3 * P,
-            max(in_segment)
-            + passing
-            + longest * ((6 + (L > 1) + 4 * rounds) * H + widest)
-            + 3 * H * (widest + H + 2),
-            passing + T * B * E,
-        )
+        + max(in_segment[-1] + T * B * 3 * P, max(in_segment) + passing + max(first, above))
     )
 
 
 def _slice_floats(config: ModelConfig, B: int, slices: list[slice], rounds: bool) -> int:
-    """What slices keep: the embedding (E) and h, r, z, n, q of each layer (5H) of a token, and the states.
+    """What slices keep: h, r, z, n, q of each layer (5H) of a token, and the states.
 
     Where h is rounded or dropped out on its way to the next layer, that copy (H) too.
     """
     H, L = config.hidden, config.layers
     tokens = B * sum(steps.stop - steps.start for steps in slices)
     copies = H * (L - 1) if rounds or config.dropout else 0
-    return tokens * ((config.embedding or H) + 5 * H * L + copies) + B * len(slices) * L * H
+    return tokens * (5 * H * L + copies) + B * len(slices) * L * H
 
 
 def _product_weights(config: ModelConfig) -> int:
@@ -231,13 +230,10 @@ class GRULM:
         weights, ids, dropout_step, kept, classifier_cache = cache
         if not kept:
             raise ValueError("this cache has served already; backward needs a forward of its own")
-        P, E = self.arena.param["embedding.weight"].shape
         # logits = xᴸ · W_cᵀ + b_c
         classifier = (self._classifier_weight, "classifier.bias")
         out = self.arena.grad_memory(self._classifier_weight)
         dx = self._accumulate(classifier, *self.ops.linear.backward(dlogits, classifier_cache, out))
-        # dx⁰ takes the place of dxᴸ, slice by slice, where it is as wide
-        dx_0 = dx if dx.shape[2] == E else np.empty((*ids.shape, E), dx.dtype)
         dstate = None
         while kept:
             slices, h, caches = kept.pop()
@@ -246,9 +242,7 @@ class GRULM:
                 caches.append(layer_caches)
                 del layer_caches
             for steps in reversed(slices):
-                dx_0[steps], dstate = self._layers_backward(dx[steps], dstate, caches.pop())
-        # x⁰ = W_e[ids]
-        self.ops.embedding.backward(dx_0, (ids, P), self.arena.grad["embedding.weight"])
+                dstate = self._layers_backward(dx[steps], dstate, caches.pop())
 
     def _layers(
         self,
@@ -261,16 +255,15 @@ class GRULM:
         """x⁰ … xᴸ of some steps of the window, from the state before them -> xᴸ, state after it, caches."""
         ops, config = self.ops, self.config
         rate = 0.0 if dropout_step is None else config.dropout
-        x, _ = ops.embedding.forward(ids[steps], self.arena.param["embedding.weight"])
+        options = {"reset_after": config.reset_after, "precision": self.precision}
         caches, states = [], []
         for layer in range(config.layers):
-            x, gru_cache = ops.gru.forward(
-                x,
-                None if state is None else state[layer],
-                *weights[layer],
-                reset_after=config.reset_after,
-                precision=self.precision,
-            )
+            from_state = (None if state is None else state[layer], *weights[layer])
+            if layer == 0:
+                table = self.arena.param["embedding.weight"]
+                x, gru_cache = ops.embedded_gru.forward(ids[steps], table, *from_state, **options)
+            else:
+                x, gru_cache = ops.gru.forward(x, *from_state, **options)
             # rounded copies of the weights are alike, so every slice's cache gets the same ones
             gru_cache = (*gru_cache[:6], *weights[layer][:2], *gru_cache[8:])
             states.append(x[-1])
@@ -285,19 +278,23 @@ class GRULM:
 
     def _layers_backward(
         self, dx: Array, dstate: list[Array] | None, caches: list[tuple[Any, ...]]
-    ) -> tuple[Array, list[Array]]:
-        """dxᴸ and, from the slice after it, the gradient of the state after it -> dx⁰, that of before it."""
+    ) -> list[Array]:
+        """dxᴸ and, from the slice after it, the gradient of the state after it -> that of the one before."""
         dstate_before: list[Array] = []
         for layer in reversed(range(self.config.layers)):
             gru_cache, dropout_cache = caches[layer]
             if dropout_cache is not None:
                 (dx,) = self.ops.dropout.backward(dx, dropout_cache)
             dh_T = None if dstate is None else dstate[layer]
-            dx, dh0, *dparameters = self.ops.gru.backward(dx, gru_cache, dh_T)
+            if layer:
+                dx, dh0, *dparameters = self.ops.gru.backward(dx, gru_cache, dh_T)
+            else:  # adds to the table's gradient itself
+                table = self.arena.grad_total("embedding.weight")
+                _, _, dh0, *dparameters = self.ops.embedded_gru.backward(dx, gru_cache, dh_T, table)
             self._accumulate(_gru_parameters(layer), dx, *dparameters)
             del dparameters  # as large as the weights: not beside the next layer's
             dstate_before.insert(0, dh0)
-        return dx, dstate_before
+        return dstate_before
 
     def _rounded_weights(self) -> list[list[Array]]:
         """Weights and biases of every layer, the weights rounded to the precision of products."""

@@ -4,8 +4,9 @@
     + 6·L·C·T    gpt2: causal attention over a window of T, where a query sees half of the keys on average
 
 Counted is what the model asks for, not what an engine does: tables that are only looked up, elementwise work,
-the optimizer and the recomputation of checkpointed activations do not count, so the share of a peak compares
-engines. A tied embedding is the classifier and counts once; rows that pad the vocabulary count.
+the optimizer and the recomputation of checkpointed activations do not count, products that our twins spare
+themselves (ops/embedded_gru.py) do, so the share of a peak compares engines. A tied embedding is
+the classifier and counts once; rows that pad the vocabulary count.
 """
 
 from gru_ref.config import Config
