@@ -13,9 +13,11 @@ import time
 
 import psutil
 import pytest
+from threadpoolctl import threadpool_info
 
-from gru_ref import bench, cli
-from gru_ref.bench import _limits, _machine, gpt_124m, gpt_step, gru_step, sample
+from gru_ref import bench, cli, threads
+from gru_ref.backend import KERNEL_FOLDERS
+from gru_ref.bench import _limits, _machine, _ours, gpt_124m, gpt_step, gru_step, sample
 from gru_ref.bench._rows import Row, faster, missing
 from gru_ref.bench._settings import Settings
 from gru_ref.bench._timing import PAUSE, Spread, alternate, ratios
@@ -101,6 +103,39 @@ def test_the_ratio_is_taken_round_by_round():
 )
 def test_median_and_quartiles(values, spread):
     assert Spread.of(values) == spread
+
+
+@pytest.mark.parametrize("kernels", KERNEL_FOLDERS)
+def test_our_training_has_the_threads_of_a_run_in_its_turn_and_only_there(kernels):
+    """With twins a run holds BLAS to one thread; a peer and the sgemm of a limit have all of them."""
+    config = ModelConfig(hidden=8, layers=1, vocab_size=20)
+    ours = _ours.Training(
+        _ours.language_model(config, kernels), _ours.NADAM, _ours.random_batch(config, 3, 2)
+    )
+    seen = {"ours": [], "peer": []}
+
+    def blas():
+        return [library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"]
+
+    class Side:
+        turn = ours.turn
+
+        def __call__(self):
+            seen["ours"].append(blas())
+
+    with threads.limited(2, pool=False):
+        outside = blas()
+        alternate({"ours": Side(), "peer": lambda: seen["peer"].append(blas())}, TWO_ROUNDS, calls=1)
+    assert set(outside) == {2}
+    assert all(n == (outside if kernels == "numpy" else [1] * len(outside)) for n in seen["ours"])
+    assert all(n == outside for n in seen["peer"])
+
+
+def test_the_products_of_a_gru_step_are_counted_as_they_are_made():
+    s = gru_step.Shape(256, 32, 64, 2, 2.0, 55)
+    assert gru_step._operations(s, twins=False) == 2048 * (36 * 256**2 * 2 + 6 * 256 * 100)
+    made = 18 * 256**2 * (2048 + 100 + 2 * (2048 - 32)) + 6 * 256 * 100 * 2048
+    assert gru_step._operations(s, twins=True) == made
 
 
 def test_a_bar_is_compared_with_the_median_and_not_with_luck():

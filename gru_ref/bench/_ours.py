@@ -1,9 +1,11 @@
 """Our side: a model with weights, a batch, a training step."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import numpy as np
 
+from gru_ref import threads
 from gru_ref.backend import Backend
 from gru_ref.config import ModelConfig, OptimizerConfig
 from gru_ref.errors import RunError
@@ -40,10 +42,19 @@ def random_batch(config: ModelConfig, T: int, B: int) -> MicroBatch:
     return inputs, targets
 
 
-def training(model: LanguageModel, optimizer: OptimizerConfig, batch: MicroBatch) -> Callable[[], float]:
+class Training:
     """A whole step: forward, backward, clip, optimizer; a call returns its loss."""
-    state = Optimizer(optimizer, model.ops)
-    return lambda: train_step(model, state, [batch], lr=LR, clip_norm=CLIP_NORM).loss
+
+    def __init__(self, model: LanguageModel, optimizer: OptimizerConfig, batch: MicroBatch) -> None:
+        self._model, self._batch = model, batch
+        self._optimizer = Optimizer(optimizer, model.ops)
+
+    def __call__(self) -> float:
+        return train_step(self._model, self._optimizer, [self._batch], lr=LR, clip_norm=CLIP_NORM).loss
+
+    def turn(self) -> AbstractContextManager[None]:
+        """The threads of a training run: with twins, BLAS has one throughout."""
+        return threads.limited(threads.count(), pool=self._model.ops.name != "numpy")
 
 
 def check_same_losses(ours: Callable[[], float], theirs: Callable[[], float], what: str) -> None:

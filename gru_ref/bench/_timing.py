@@ -9,6 +9,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from gru_ref.bench._settings import Settings
@@ -49,6 +50,8 @@ def alternate(
 ) -> dict[str, list[float]]:
     """Seconds a call of each side, one value a round; within a round the sides run in their order.
 
+    A side with a method `turn` is called within the context that it returns, which is not timed.
+
     most: rounds. calls: in a turn, for sides that must be called equally often; None fills TURN.
     """
     warm = {name: _warm_up(call, clock) for name, call in sides.items()}
@@ -61,21 +64,27 @@ def alternate(
         if rounds == most:
             break
         for name, call in sides.items():
-            sleep(PAUSE)
-            began = clock()
-            for _ in range(in_turn[name]):
-                call()
-            seconds[name].append((clock() - began) / in_turn[name])
+            with _turn(call):
+                sleep(PAUSE)
+                began = clock()
+                for _ in range(in_turn[name]):
+                    call()
+                seconds[name].append((clock() - began) / in_turn[name])
         rounds += 1
     return seconds
 
 
 def _warm_up(call: Callable[[], object], clock: Callable[[], float]) -> float:
     """Seconds of the last of WARM_UP_CALLS."""
-    for _ in range(WARM_UP_CALLS):
-        began = clock()
-        call()
-    return clock() - began
+    with _turn(call):
+        for _ in range(WARM_UP_CALLS):
+            began = clock()
+            call()
+        return clock() - began
+
+
+def _turn(call: Callable[[], object]) -> AbstractContextManager[object]:
+    return call.turn() if hasattr(call, "turn") else nullcontext()
 
 
 def ratios(numerators: Iterable[float], denominators: Iterable[float]) -> Spread:

@@ -38,7 +38,7 @@ def run(settings: Settings) -> list[Row]:
     batch = _ours.random_batch(MODEL, T, B)
     peer = Loops(compiled(compiler), model, batch, settings.threads)
     check_same_gradients(model, batch, peer)
-    ours = _ours.training(model, _ours.ADAMW, batch)
+    ours = _ours.Training(model, _ours.ADAMW, batch)
     _ours.check_same_losses(ours, peer.step, work)
     return [faster(work, alternate({"ours": ours, PEER: peer.step}, settings), PEER, BAR)]
 

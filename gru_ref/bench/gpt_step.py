@@ -50,6 +50,6 @@ def compare(s: Shape, settings: Settings, peer: str, bar: float, *, compiled: bo
     model = _ours.language_model(config, settings.kernels)
     batch = _ours.random_batch(config, s.context, s.B)
     theirs = peers.training(peers.same_model(model, settings.threads), batch, compiled=compiled)
-    ours = _ours.training(model, _ours.ADAMW, batch)
+    ours = _ours.Training(model, _ours.ADAMW, batch)
     _ours.check_same_losses(ours, theirs, work)
     return faster(work, alternate({"ours": ours, peer: theirs}, settings), peer, bar)

@@ -24,7 +24,7 @@ def _run(config: ModelConfig, settings: Settings) -> Row:
     optimizer = _ours.ADAMW if config.kind == "gpt2" else _ours.NADAM
     batch = _ours.random_batch(config, T, B)
     twins, definitions = (
-        _ours.training(_ours.language_model(config, kernels), optimizer, batch)
+        _ours.Training(_ours.language_model(config, kernels), optimizer, batch)
         for kernels in ("numba", "numpy")
     )
     _ours.check_same_losses(twins, definitions, work)

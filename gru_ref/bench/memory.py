@@ -104,6 +104,6 @@ def _three_steps(work: Work, settings: Settings) -> None:
 
     with threads.limited(settings.threads, pool=settings.kernels == "numba"):
         model = _ours.language_model(work.model, settings.kernels)
-        step = _ours.training(model, work.optimizer, _ours.random_batch(work.model, work.T, work.B))
+        step = _ours.Training(model, work.optimizer, _ours.random_batch(work.model, work.T, work.B))
         for _ in range(3):
             step()

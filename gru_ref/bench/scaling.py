@@ -59,4 +59,4 @@ def _step(s: Shape, settings: Settings) -> Callable[[], object]:
         config = dataclasses.replace(config, heads=s.D // 32, context=s.T)
         optimizer = _ours.ADAMW
     model = _ours.language_model(config, settings.kernels)
-    return _ours.training(model, optimizer, _ours.random_batch(config, s.T, s.B))
+    return _ours.Training(model, optimizer, _ours.random_batch(config, s.T, s.B))
