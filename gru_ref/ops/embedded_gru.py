@@ -52,9 +52,9 @@ def backward(
     table, *others, ids = cache
     x, embedding_cache = embedding.forward(ids, table)
     x = round_to(x, others[-1])
-    dx, *gradients = gru.backward(dy, (x, *others), dh_T)
+    dx, dh0, dweight_ih, dweight_hh, dbias_ih, dbias_hh = gru.backward(dy, (x, *others), dh_T)
     _, dtable = embedding.backward(dx, embedding_cache, total)
-    return None, dtable, *gradients
+    return None, dtable, dh0, dweight_ih, dweight_hh, dbias_ih, dbias_hh
 
 
 CASES: dict[str, dict[str, Any]] = {

@@ -47,8 +47,10 @@ def backward(
     table, *others, ids = cache
     h, r, z, n, q, weight_ih, weight_hh, has_h0, reset_after, precision = others
     if not (reset_after and precision == "fp32" and _is_by_id(ids, table, dy, h)):
-        dx, *gradients = gru.backward(dy, (round_to(table[ids], precision), *others), dh_T)
-        return None, embedding.backward(dx, (ids, len(table)), total)[1], *gradients
+        x = round_to(table[ids], precision)
+        dx, dh0, dweight_ih, dweight_hh, dbias_ih, dbias_hh = gru.backward(dy, (x, *others), dh_T)
+        _, dtable = embedding.backward(dx, (ids, len(table)), total)
+        return None, dtable, dh0, dweight_ih, dweight_hh, dbias_ih, dbias_hh
     dgates_x, dgates_h, dh0 = _recurrence.steps_back(dy, dh_T, h, r, z, n, q, weight_hh, has_h0)
     _, by_id = embedding.backward(dgates_x, (ids, len(table)))
     with threads.at_once():
