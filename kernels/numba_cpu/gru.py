@@ -1,7 +1,7 @@
 """Twin of gru_ref/ops/gru.py, where the equations are, for the form of PyTorch and cuDNN.
 
-Faster by the steps of _recurrence.py. The form of 2014 and inputs rounded to 16 bits get the definition, as does a
-single sequence step, where reading U from memory is all there is to do.
+Faster by the steps of _recurrence.py. The form of 2014 and inputs rounded to 16 bits get the definition, as
+does a single sequence step, where reading U from memory is all there is to do.
 """
 
 from typing import Any
