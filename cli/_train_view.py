@@ -146,7 +146,11 @@ class TrainView:
         if self.console.is_terminal:
             self.progress = _progress(self.console)
             self.progress.add_task("training", total=self.steps, completed=self.resumed_at, figures="")
-            self.progress.start()
+            try:
+                self.progress.start()
+            except OSError:
+                self._fall_silent()
+                self._stop_progress()
 
     def _on_step(self, event: Event) -> None:
         figures = _figures(event, short=self.progress is not None and self.console.width < 100)

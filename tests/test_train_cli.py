@@ -1,5 +1,6 @@
 """`gru-ref train` as a person meets it: its errors, its output, its signals, its environment."""
 
+import errno
 import io
 import json
 import os
@@ -13,11 +14,13 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from gru_ref import config as configuration
 from gru_ref.checkpoint import verify_checkpoint
 from gru_ref.checkpoint.find import checkpoints_of, newest_checkpoint
 from gru_ref.cli import run as run_command
+from gru_ref.cli._train_view import TrainView
 from gru_ref.training import resume, train
 
 pytestmark = pytest.mark.usefixtures("short_samples")  # in this process
@@ -283,6 +286,23 @@ def test_a_reader_that_goes_away_does_not_end_the_training(tmp_path, tiny_option
     assert (child.returncode, child.stderr) == (0, b"")
     assert child.stdout.count(b"\n") == (reader == "head -1")
     assert all_verify(tmp_path / "run") == [0, 6]
+
+
+def test_a_progress_display_that_cannot_start_makes_the_view_silent(monkeypatch, tmp_path):
+    """L01: the terminal hung up just then, after all earlier lines."""
+
+    def start(progress):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("rich.progress.Progress.start", start)
+    with open(tmp_path / "output", "w") as file:
+        view = TrainView()
+        view.console = Console(file=file, force_terminal=True)
+        view._begin()
+        assert view.silent
+        assert view.progress is None
+        view.line("to nobody")
+    assert (tmp_path / "output").read_bytes() == b""
 
 
 def on_terminal(args, term, until=None):
