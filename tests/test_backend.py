@@ -459,3 +459,59 @@ def test_no_rows_are_no_losses(twins):
     loss, cache = twins.cross_entropy.forward(np.zeros((0, 3)), np.zeros(0, np.int64))
     assert loss.shape == (0,)
     assert twins.cross_entropy.backward(loss, cache)[0].shape == (0, 3)
+
+
+WRONG_SHAPES = {
+    "gru": {"T": 4, "B": 20, "I": 17, "H": 17},
+    "embedded_gru": {"T": 4, "B": 20, "E": 17, "H": 17, "V": 30},
+    "layer_norm": {},
+    "linear": {},
+    "gelu": {},
+    "attention_blocked": {"T": 5, "S": 5},
+    "cross_entropy": {},
+    "dropout": {},
+    "matmul": {},
+}
+
+
+def outcome(backend, op, change):
+    """What a forward and backward pass give, or the kind of their error."""
+    inputs = getattr(backend, op).example(np.random.default_rng(0), **WRONG_SHAPES[op], dtype=np.float32)
+    name, shorten = change
+    try:
+        y, cache = getattr(backend, op).forward(
+            **inputs | ({name: shorten(inputs[name])} if name != "dy" else {})
+        )
+        dy = np.ones_like(y)
+        return [y, *getattr(backend, op).backward(shorten(dy) if name == "dy" else dy, cache)]
+    except (ValueError, IndexError) as error:
+        return [type(error)]
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+@pytest.mark.parametrize("op", WRONG_SHAPES)
+def test_no_twin_reads_beyond_an_array_of_another_shape(op, more):
+    """What does not fit is the definition's to refuse, or to broadcast."""
+    example = getattr(ops, op).example(np.random.default_rng(0), **WRONG_SHAPES[op])
+    arrays = {name: a.ndim for name, a in example.items() if isinstance(a, np.ndarray)}
+    for name, ndim in {**arrays, "dy": np.ndim(getattr(ops, op).forward(**example)[0])}.items():
+        for axis in range(ndim):
+            change = name, lambda a, axis=axis: np.take(a, range(a.shape[axis] + more), axis, mode="wrap")
+            expected, actual = (outcome(Backend(kernels), op, change) for kernels in KERNEL_FOLDERS)
+            assert len(actual) == len(expected), (name, axis)
+            for a, b in zip(actual, expected, strict=True):
+                if isinstance(b, np.ndarray):
+                    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4, err_msg=f"{name} {axis}")
+                else:
+                    assert a is b, (name, axis)
+
+
+def test_a_gru_backward_takes_weights_of_another_dtype_as_the_definition_does(twins):
+    inputs = gru.example(np.random.default_rng(0), T=4, B=20, I=17, H=17, dtype=np.float32)
+    inputs["weight_hh"] = inputs["weight_hh"].astype(np.float64)
+    results = []
+    for one in (gru, twins.gru):
+        y, cache = one.forward(**inputs)
+        results.append(one.backward(np.ones_like(y), cache))
+    for actual, expected in zip(results[1], results[0], strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)

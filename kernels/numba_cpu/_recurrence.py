@@ -25,6 +25,22 @@ def is_for_kernel(rows: int, *arrays: Array | None) -> bool:
     return rows >= _FEW and len(dtypes) == 1 and dtypes < set(FLOATS)
 
 
+def fit(B: int, h0: Array | None, weight_ih: Array, weight_hh: Array, bias_ih: Array, bias_hh: Array) -> bool:
+    """Whether these have the shapes of one layer for B sequences: kernels would read beyond others."""
+    H = weight_hh.shape[-1]
+    return (
+        weight_hh.shape == (3 * H, H)
+        and len(weight_ih) == 3 * H
+        and bias_ih.shape == bias_hh.shape == (3 * H,)
+        and (h0 is None or h0.shape == (B, H))
+    )
+
+
+def fit_back(dy: Array, dh_T: Array | None, y: Array) -> bool:
+    """Whether the gradients have the shapes of y (T, B, H) and of a state (B, H)."""
+    return dy.shape == y.shape and (dh_T is None or dh_T.shape == y.shape[1:])
+
+
 def steps(
     gates_x: Array, row: Array, h0: Array | None, panels: Array, bias_ih: Array, bias_hh: Array
 ) -> tuple[Array, Array, Array, Array, Array]:

@@ -43,8 +43,9 @@ def forward(
 ) -> tuple[Array, tuple[Any, ...]]:
     """As the definition; `block` is kept for its backward."""
     (T, B, N, D), S = q.shape, len(k)
+    fit = q.shape[1:] == k.shape[1:] and k.shape == v.shape
     one_dtype = q.dtype == k.dtype == v.dtype and q.dtype in FLOATS
-    if T == 1 and one_dtype and precision == "fp32" and not dropout and 0 < S <= offset + 1:
+    if T == 1 and fit and one_dtype and precision == "fp32" and not dropout and 0 < S <= offset + 1:
         one_q, one_k, one_v = (for_kernel(a).reshape(len(a), B * N, D) for a in (q, k, v))
         y, lam = np.empty((1, B, N, D), q.dtype), np.empty((B, N, 1, 1), q.dtype)
         y_and_lam = y.reshape(B * N, D), lam.reshape(-1)
@@ -54,7 +55,7 @@ def forward(
         q, k, v = (heads_first(a) for a in (q, k, v))
         return y, (q, k, v, heads_first(y), lam, offset, block, precision, (dropout, seed, step, layer))
     drawn = philox.fits(S * T * B * N, seed, step, layer, 0) if dropout else True
-    if precision != "fp32" or not drawn or not one_dtype or T < 2 or not S:
+    if precision != "fp32" or not drawn or not fit or not one_dtype or T < 2 or not S:
         return definition.forward(
             q,
             k,
@@ -80,7 +81,8 @@ def backward(dy: Array, cache: tuple[Any, ...]) -> tuple[Array, Array, Array]:
     B, N, T, D = q.shape
     one_dtype = all(a.dtype == dy.dtype for a in (q, k, v, y, lam)) and dy.dtype in FLOATS
     drawn = philox.fits(B * N * T * k.shape[2], seed, step, layer, 0) if dropout else True
-    if precision != "fp32" or not drawn or not one_dtype or T < 2:
+    fit = dy.shape == (T, B, N, D) and k.shape == v.shape
+    if precision != "fp32" or not drawn or not fit or not one_dtype or T < 2:
         return definition.backward(dy, cache)
     dy = heads_first(_last_axis_contiguous(dy))
     dq, dk, dv = (empty((a.shape[2], B, N, D), dy.dtype) for a in (q, k, v))

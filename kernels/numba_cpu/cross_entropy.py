@@ -57,6 +57,8 @@ def forward(
 def backward(dloss: Array, cache: tuple[Any, ...]) -> tuple[Array, None]:
     """As the definition."""
     log_p, targets, padded_size, label_smoothing = cache
+    if not dloss.shape == targets.shape == log_p.shape[:1]:
+        return definition.backward(dloss, cache)
     dlogits = empty((len(log_p), padded_size), log_p.dtype)
     rows, ids, scale = for_kernel(log_p), for_kernel(targets, np.intp), for_kernel(dloss, log_p.dtype)
     hit, spread = 1 - label_smoothing, label_smoothing / log_p.shape[1]

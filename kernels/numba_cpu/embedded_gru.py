@@ -29,7 +29,12 @@ def forward(
 ) -> tuple[Array, tuple[Any, ...]]:
     """As the definition."""
     weights = (h0, weight_ih, weight_hh, bias_ih, bias_hh)
-    if not (reset_after and precision == "fp32" and _is_by_id(ids, table, *weights)):
+    if not (
+        reset_after
+        and precision == "fp32"
+        and _is_by_id(ids, table, *weights)
+        and _recurrence.fit(ids.shape[-1], *weights)
+    ):
         y, cache = gru.forward(table[ids], *weights, reset_after=reset_after, precision=precision)
         return y, (table, *cache[1:], ids)
     with threads.at_once():
@@ -46,7 +51,12 @@ def backward(
     """As the definition."""
     table, *others, ids = cache
     h, r, z, n, q, weight_ih, weight_hh, has_h0, reset_after, precision = others
-    if not (reset_after and precision == "fp32" and _is_by_id(ids, table, dy, h)):
+    if not (
+        reset_after
+        and precision == "fp32"
+        and _is_by_id(ids, table, dy, h, weight_hh)
+        and _recurrence.fit_back(dy, dh_T, r)
+    ):
         x = round_to(table[ids], precision)
         dx, dh0, dweight_ih, dweight_hh, dbias_ih, dbias_hh = gru.backward(dy, (x, *others), dh_T)
         _, dtable = embedding.backward(dx, (ids, len(table)), total)

@@ -24,7 +24,7 @@ def backward(dy: Array, cache: tuple[Any, ...], total: Array | None = None) -> t
     rows = dy.reshape(-1, dy.shape[-1])
     if (
         dy.dtype not in FLOATS
-        or (total is not None and not (total.dtype == dy.dtype and total.flags.carray))
+        or (total is not None and not _takes(total, dy, vocab_size))
         or ids.dtype.kind not in "iu"
         or not 0 < ids.size == len(rows)
         or not 0 <= ids.min() <= ids.max() < vocab_size
@@ -39,6 +39,11 @@ def backward(dy: Array, cache: tuple[Any, ...], total: Array | None = None) -> t
         lambda j, end: _add_rows(rows, ids, j, end, dweight), rows.shape[1], unit=16, cost=_COST * len(rows)
     )
     return None, dweight
+
+
+def _takes(total: Array, dy: Array, vocab_size: int) -> bool:
+    same = total.dtype == dy.dtype and total.shape == (vocab_size, dy.shape[-1])
+    return same and total.flags.carray
 
 
 @compiled("T[:, ::1], intp[::1], intp, intp, T[:, ::1]")

@@ -33,7 +33,7 @@ def forward(x: Array, approximate: str = "tanh") -> tuple[Array, tuple[Any, ...]
 def backward(dy: Array, cache: tuple[Any, ...]) -> tuple[Array]:
     """As the definition."""
     x, approximate = cache
-    if not dy.dtype == x.dtype in FLOATS:
+    if not (dy.shape == x.shape and dy.dtype == x.dtype in FLOATS):
         return definition.backward(dy, cache)
     flat, dflat, dx = for_kernel(x).reshape(-1), for_kernel(dy).reshape(-1), empty(x.size, x.dtype)
     kernel = _tanh_form_back if approximate == "tanh" else _erf_form_back

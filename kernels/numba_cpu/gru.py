@@ -1,7 +1,8 @@
 """Twin of gru_ref/ops/gru.py, where the equations are, for the form of PyTorch and cuDNN.
 
 Faster by the steps of _recurrence.py. The form of 2014 and inputs rounded to 16 bits get the definition, as
-does a single sequence step, where reading U from memory is all there is to do.
+does a single sequence step, where reading U from memory is all there is to do, and arrays whose shapes do not
+fit, for which it raises its errors.
 """
 
 from typing import Any
@@ -29,7 +30,12 @@ def forward(
     """As the definition."""
     T, B, _ = x.shape
     arrays = (x, h0, weight_ih, weight_hh, bias_ih, bias_hh)
-    if not (reset_after and precision == "fp32" and _recurrence.is_for_kernel(T * B, *arrays)):
+    if not (
+        reset_after
+        and precision == "fp32"
+        and _recurrence.is_for_kernel(T * B, *arrays)
+        and _recurrence.fit(B, *arrays[1:])
+    ):
         return definition.forward(*arrays, reset_after=reset_after, precision=precision)
     with threads.at_once():
         gates_x = product(x.reshape(T * B, -1), weight_ih.T)
@@ -44,8 +50,13 @@ def backward(
 ) -> tuple[Array, Array | None, Array, Array, Array, Array]:
     """As the definition."""
     x, h, r, z, n, q, weight_ih, weight_hh, has_h0, reset_after, precision = cache
-    T, B, _ = dy.shape
-    if not (reset_after and precision == "fp32" and _recurrence.is_for_kernel(T * B, dy, h)):
+    T, B, _ = h[1:].shape
+    if not (
+        reset_after
+        and precision == "fp32"
+        and _recurrence.is_for_kernel(T * B, dy, h, weight_hh)
+        and _recurrence.fit_back(dy, dh_T, r)
+    ):
         return definition.backward(dy, cache, dh_T)
     dgates_x, dgates_h, dh0 = _recurrence.steps_back(dy, dh_T, h, r, z, n, q, weight_hh, has_h0)
     with threads.at_once():

@@ -23,7 +23,8 @@ def forward(
     x: Array, weight: Array, bias: Array | None = None, eps: float = 1e-5
 ) -> tuple[Array, tuple[Any, ...]]:
     """As the definition."""
-    if not _one_dtype(x, weight, bias):
+    fit = weight.shape == x.shape[-1:] and (bias is None or bias.shape == weight.shape)
+    if not (fit and _one_dtype(x, weight, bias)):
         return definition.forward(x, weight, bias, eps)
     C = x.shape[-1]
     rows, gain = for_kernel(x).reshape(-1, C), for_kernel(weight)
@@ -41,7 +42,7 @@ def forward(
 def backward(dy: Array, cache: tuple[Any, ...]) -> tuple[Array, Array, Array | None]:
     """As the definition."""
     x_hat, rstd, weight, has_bias = cache
-    if not _one_dtype(dy, x_hat, weight):
+    if not (dy.shape == x_hat.shape and _one_dtype(dy, x_hat, weight)):
         return definition.backward(dy, cache)
     C = dy.shape[-1]
     rows, normal = for_kernel(dy).reshape(-1, C), for_kernel(x_hat).reshape(-1, C)
