@@ -477,13 +477,13 @@ WRONG_SHAPES = {
 def outcome(backend, op, change):
     """What a forward and backward pass give, or the kind of their error."""
     inputs = getattr(backend, op).example(np.random.default_rng(0), **WRONG_SHAPES[op], dtype=np.float32)
-    name, shorten = change
+    name, resized = change
     try:
         y, cache = getattr(backend, op).forward(
-            **inputs | ({name: shorten(inputs[name])} if name != "dy" else {})
+            **inputs | ({name: resized(inputs[name])} if name != "dy" else {})
         )
         dy = np.ones_like(y)
-        return [y, *getattr(backend, op).backward(shorten(dy) if name == "dy" else dy, cache)]
+        return [y, *getattr(backend, op).backward(resized(dy) if name == "dy" else dy, cache)]
     except (ValueError, IndexError) as error:
         return [type(error)]
 
@@ -504,6 +504,30 @@ def test_no_twin_reads_beyond_an_array_of_another_shape(op, more):
                     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4, err_msg=f"{name} {axis}")
                 else:
                     assert a is b, (name, axis)
+
+
+@pytest.mark.parametrize("op", ["gru", "embedded_gru"])
+def test_a_gru_twin_refuses_a_last_states_gradient_of_another_shape(op, twins):
+    inputs = getattr(ops, op).example(np.random.default_rng(0), **WRONG_SHAPES[op])
+    y, cache = getattr(twins, op).forward(**inputs)
+    with pytest.raises(ValueError, match="shape"):
+        getattr(twins, op).backward(np.ones_like(y), cache, np.ones((19, 17)))
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (6, 3)])
+def test_the_embedding_twin_refuses_a_total_of_another_shape(shape, twins):
+    inputs = embedding.example(np.random.default_rng(0), V=6, E=4)
+    y, cache = twins.embedding.forward(**inputs)
+    with pytest.raises((ValueError, IndexError)):
+        embedding.backward(np.ones_like(y), cache, np.zeros(shape))
+    with pytest.raises((ValueError, IndexError)):
+        twins.embedding.backward(np.ones_like(y), cache, np.zeros(shape))
+
+
+def test_a_query_alone_refuses_keys_and_values_of_other_shapes(twins):
+    inputs = ops.attention_blocked.example(np.random.default_rng(0), T=1, S=5) | {"offset": 4}
+    with pytest.raises(ValueError, match="mismatch"):
+        twins.attention_blocked.forward(**inputs | {"k": inputs["k"][..., :-1].copy()})
 
 
 def test_a_gru_backward_takes_weights_of_another_dtype_as_the_definition_does(twins):

@@ -19,26 +19,40 @@ _FEW = 16
 """Rows below which packing U costs more than it saves."""
 
 
-def is_for_kernel(rows: int, *arrays: Array | None) -> bool:
-    """Whether the kernels take these arrays: one dtype that they are compiled for, and not too few rows."""
-    dtypes = {a.dtype for a in arrays if a is not None}
-    return rows >= _FEW and len(dtypes) == 1 and dtypes < set(FLOATS)
+def takes(
+    rows: int,
+    B: int,
+    x: Array,
+    h0: Array | None,
+    weight_ih: Array,
+    weight_hh: Array,
+    bias_ih: Array,
+    bias_hh: Array,
+) -> bool:
+    """Whether the kernels take this layer for B sequences, and the rows of x are not too few.
 
-
-def fit(B: int, h0: Array | None, weight_ih: Array, weight_hh: Array, bias_ih: Array, bias_hh: Array) -> bool:
-    """Whether these have the shapes of one layer for B sequences: kernels would read beyond others."""
+    They are compiled for arrays of one dtype, and would read beyond one whose shape does not fit.
+    """
     H = weight_hh.shape[-1]
     return (
-        weight_hh.shape == (3 * H, H)
+        _take(rows, x, h0, weight_ih, weight_hh, bias_ih, bias_hh)
+        and weight_hh.shape == (3 * H, H)
         and len(weight_ih) == 3 * H
         and bias_ih.shape == bias_hh.shape == (3 * H,)
         and (h0 is None or h0.shape == (B, H))
     )
 
 
-def fit_back(dy: Array, dh_T: Array | None, y: Array) -> bool:
-    """Whether the gradients have the shapes of y (T, B, H) and of a state (B, H)."""
-    return dy.shape == y.shape and (dh_T is None or dh_T.shape == y.shape[1:])
+def takes_back(dy: Array, dh_T: Array | None, h: Array, *weights: Array) -> bool:
+    """Whether the kernels take the gradients of h[1:] (T, B, H) and of its last state."""
+    y = h[1:]
+    fit = dy.shape == y.shape and (dh_T is None or dh_T.shape == y.shape[1:])
+    return fit and _take(len(y) * y.shape[1], dy, h, *weights)
+
+
+def _take(rows: int, *arrays: Array | None) -> bool:
+    dtypes = {a.dtype for a in arrays if a is not None}
+    return rows >= _FEW and len(dtypes) == 1 and dtypes < set(FLOATS)
 
 
 def steps(

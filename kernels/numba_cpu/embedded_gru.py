@@ -32,8 +32,8 @@ def forward(
     if not (
         reset_after
         and precision == "fp32"
-        and _is_by_id(ids, table, *weights)
-        and _recurrence.fit(ids.shape[-1], *weights)
+        and _recurrence.takes(ids.size, ids.shape[-1], table, *weights)
+        and _is_by_id(ids, table)
     ):
         y, cache = gru.forward(table[ids], *weights, reset_after=reset_after, precision=precision)
         return y, (table, *cache[1:], ids)
@@ -54,8 +54,8 @@ def backward(
     if not (
         reset_after
         and precision == "fp32"
-        and _is_by_id(ids, table, dy, h, weight_hh)
-        and _recurrence.fit_back(dy, dh_T, r)
+        and _recurrence.takes_back(dy, dh_T, h, weight_hh, table)
+        and _is_by_id(ids, table)
     ):
         x = round_to(table[ids], precision)
         dx, dh0, dweight_ih, dweight_hh, dbias_ih, dbias_hh = gru.backward(dy, (x, *others), dh_T)
@@ -74,11 +74,10 @@ def backward(
     return None, dtable, dh0, dweight_ih, dweight_hh, dbias_ih, dbias_hh
 
 
-def _is_by_id(ids: Array, table: Array, *arrays: Array | None) -> bool:
+def _is_by_id(ids: Array, table: Array) -> bool:
     """Whether the products are over the table's rows. Ones that no id names must not matter: all finite."""
     return (
         2 * len(table) <= ids.size
-        and _recurrence.is_for_kernel(ids.size, table, *arrays)
         and ids.dtype.kind in "iu"
         and 0 <= ids.min() <= ids.max() < len(table)
         and bool(np.isfinite(table).all())

@@ -42,6 +42,7 @@ def backward(dy: Array, cache: tuple[Any, ...], total: Array | None = None) -> t
 
 
 def _takes(total: Array, dy: Array, vocab_size: int) -> bool:
+    """Whether the kernel can add to `total`."""
     same = total.dtype == dy.dtype and total.shape == (vocab_size, dy.shape[-1])
     return same and total.flags.carray
 

@@ -30,12 +30,7 @@ def forward(
     """As the definition."""
     T, B, _ = x.shape
     arrays = (x, h0, weight_ih, weight_hh, bias_ih, bias_hh)
-    if not (
-        reset_after
-        and precision == "fp32"
-        and _recurrence.is_for_kernel(T * B, *arrays)
-        and _recurrence.fit(B, *arrays[1:])
-    ):
+    if not (reset_after and precision == "fp32" and _recurrence.takes(T * B, B, *arrays)):
         return definition.forward(*arrays, reset_after=reset_after, precision=precision)
     with threads.at_once():
         gates_x = product(x.reshape(T * B, -1), weight_ih.T)
@@ -50,14 +45,9 @@ def backward(
 ) -> tuple[Array, Array | None, Array, Array, Array, Array]:
     """As the definition."""
     x, h, r, z, n, q, weight_ih, weight_hh, has_h0, reset_after, precision = cache
-    T, B, _ = h[1:].shape
-    if not (
-        reset_after
-        and precision == "fp32"
-        and _recurrence.is_for_kernel(T * B, dy, h, weight_hh)
-        and _recurrence.fit_back(dy, dh_T, r)
-    ):
+    if not (reset_after and precision == "fp32" and _recurrence.takes_back(dy, dh_T, h, weight_hh)):
         return definition.backward(dy, cache, dh_T)
+    T, B, _ = dy.shape
     dgates_x, dgates_h, dh0 = _recurrence.steps_back(dy, dh_T, h, r, z, n, q, weight_hh, has_h0)
     with threads.at_once():
         dx = product(dgates_x, weight_ih).reshape(x.shape)
