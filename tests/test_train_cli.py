@@ -313,6 +313,7 @@ def on_terminal(args, term, until=None):
         ["bash", "-c", 'exec "$@" <"$0" >"$0" 2>&1', os.ttyname(side), *COMMAND, *map(os.fspath, args)],
         env={**ENVIRONMENT, "TERM": term},
         start_new_session=True,
+        preexec_fn=hear_hangups,
     )
     os.read(main, 1)  # it has opened the terminal, which would end when no one has it open
     os.close(side)
