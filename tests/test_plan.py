@@ -66,6 +66,9 @@ OPTIONS = {
     "accumulation": {"train": {"accumulation": 2}},
     "L2": {"optimizer": {"decoupled": False, "weight_decay": 0.1}, "train": {"seq_len": 4, "batch_size": 4}},
     "few tokens": {"train": {"seq_len": 4, "batch_size": 4}},
+    "slices of two lengths": {"train": {"seq_len": 61}},
+    "slices of two lengths, 8 segments": {"train": {"seq_len": 61, "segments": 8}},
+    "slices of two lengths, 3 segments": {"train": {"seq_len": 63, "segments": 3}},
 }
 
 

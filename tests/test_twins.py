@@ -242,6 +242,25 @@ def test_memory_is_used_again_once_nothing_refers_to_it(monkeypatch):
     assert again.flags.writeable
 
 
+def test_memory_goes_to_an_array_of_a_few_rows_less_and_gives_place_to_one_of_a_few_more(monkeypatch):
+    """A window that its slices do not divide once held the arrays of both lengths, a quarter of its peak."""
+
+    def sizes():
+        return sorted(size for size, blocks in _workspace._free.items() for _ in blocks)
+
+    monkeypatch.setattr(_workspace, "_free", {})
+    for rows, largest in [(32, 32), (33, 33), (32, 33), (33, 33)]:
+        arrays = [_workspace.empty((rows, 64, 128), np.float32) for _ in range(5)]
+        del arrays
+        assert sizes() == [2**15 * largest] * 5
+    other = _workspace.empty((32, 128, 64), np.float32)  # of other rows, so it may be needed beside them
+    del other
+    assert sizes() == [2**20, *[33 * 2**15] * 5]
+    whole = _workspace.empty((64, 64, 128), np.float32)  # nothing near its size is free
+    del whole
+    assert sizes() == [2**20, *[33 * 2**15] * 5, 2**21]
+
+
 def test_memory_that_is_not_asked_for_is_returned(monkeypatch):
     monkeypatch.setattr(_workspace, "_free", {})
     monkeypatch.setattr(_workspace, "_OLD", 3)

@@ -1,8 +1,12 @@
 """Memory for the twins' large arrays that is used again, step after step, instead of returned to the system.
 
 Fresh memory costs a page fault every 4 KiB, a tenth of a training step. `empty` is np.empty, but the memory
-of an array that nothing refers to any more goes to the next one of its size; so a step after the first asks
-the system for nothing large. It needs no care from anyone: arrays live as long as they are referred to.
+of an array that nothing refers to any more goes to the next one of its size, or of a few rows less; so a step
+after the first asks the system for nothing large. It needs no care from anyone: arrays live as long as they
+are referred to.
+
+Few rows less, because slices of a window differ by a step, and h has one more than the gates. Where only
+memory of a few rows too few is free, it is returned, and larger takes its place: soon all have the same.
 """
 
 import math
@@ -20,38 +24,55 @@ _LINE = 64
 _OLD = 4096
 """Calls after which memory that nothing asked for is returned to the system."""
 
-_free: dict[int, list[tuple[Array, int]]] = {}  # by size: memory, and the call that it was last used by
+_SLACK = 1.25
+"""How many times as large as asked for memory may be, if its array had rows of the same size."""
+
+_free: dict[int, list[tuple[Array, int, int]]] = {}
+"""By size: memory, the bytes of its last array's rows, and the call that it was last used by."""
 _calls = 0
 
 
 class _Lease:
     """What an array's memory belongs to; when the last view is gone, so is this, and the memory is free."""
 
-    def __init__(self, memory: Array) -> None:
-        self._memory = memory
+    def __init__(self, memory: Array, row: int) -> None:
+        self._memory, self._row = memory, row
         self.__array_interface__ = memory.__array_interface__
 
     def __del__(self) -> None:
-        _free.setdefault(self._memory.nbytes, []).append((self._memory, _calls))
+        _free.setdefault(self._memory.nbytes, []).append((self._memory, self._row, _calls))
 
 
 def empty(shape: int | tuple[int, ...], dtype: Any) -> Array:
     """An array of this shape and dtype with any values in it; C-contiguous."""
     global _calls
     _calls += 1
-    n_bytes = math.prod(shape if isinstance(shape, tuple) else (shape,)) * np.dtype(dtype).itemsize
+    shape = shape if isinstance(shape, tuple) else (shape,)
+    n_bytes = math.prod(shape) * np.dtype(dtype).itemsize
     if n_bytes < _LEAST:
         return np.empty(shape, dtype)
     size = -(-n_bytes // _PAGE) * _PAGE
-    try:
-        memory = _free[size].pop()[0]
-    except (KeyError, IndexError):
+    row = shape[-1] * np.dtype(dtype).itemsize
+    memory = _take(size, size * _SLACK, row)
+    if memory is None:
+        _take(size / _SLACK, size, row)
         _return_what_is_old()
         memory = np.empty(size + _LINE, np.uint8)
         memory = memory[-memory.ctypes.data % _LINE :][:size]
-    return np.asarray(_Lease(memory))[:n_bytes].view(dtype).reshape(shape)
+    return np.asarray(_Lease(memory, row))[:n_bytes].view(dtype).reshape(shape)
+
+
+def _take(least: float, most: float, row: int) -> Array | None:
+    """Free memory of `least` bytes, or else the smallest up to `most` whose last array had such rows."""
+    if _free.get(least):
+        return _free[least].pop()[0]
+    for size in sorted(size for size in _free if least < size <= most):
+        for i, block in enumerate(_free[size]):
+            if block[1] == row:
+                return _free[size].pop(i)[0]
+    return None
 
 
 def _return_what_is_old() -> None:
     for size, blocks in list(_free.items()):
-        _free[size] = [block for block in blocks if _calls - block[1] < _OLD]
+        _free[size] = [block for block in blocks if _calls - block[2] < _OLD]

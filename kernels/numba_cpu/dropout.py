@@ -53,7 +53,7 @@ def backward(dy: Array, cache: tuple[Any, ...]) -> tuple[Array]:
 
 
 def _apply(x: Array, p: float, seed: int, step: int, layer: int, start: int) -> Array:
-    flat, y = for_kernel(x).reshape(-1), empty(x.size, x.dtype)
+    flat, y = for_kernel(x).reshape(-1), empty(x.shape, x.dtype).reshape(-1)
     where = philox.coordinates(seed, step, layer)
     threads.share(
         lambda i, end: _drop(flat[i:end], 1 - p, philox.bound(p), *where, start + i, y[i:end]),

@@ -24,7 +24,7 @@ def forward(x: Array, approximate: str = "tanh") -> tuple[Array, tuple[Any, ...]
     """As the definition."""
     if x.dtype not in FLOATS or approximate not in definition.FORMS:
         return definition.forward(x, approximate)
-    flat, y = for_kernel(x).reshape(-1), empty(x.size, x.dtype)
+    flat, y = for_kernel(x).reshape(-1), empty(x.shape, x.dtype).reshape(-1)
     kernel = _tanh_form if approximate == "tanh" else _erf_form
     threads.share(lambda i, end: kernel(flat[i:end], y[i:end]), len(flat), unit=16, cost=_COST[approximate])
     return y.reshape(x.shape), (x, approximate)
@@ -35,7 +35,8 @@ def backward(dy: Array, cache: tuple[Any, ...]) -> tuple[Array]:
     x, approximate = cache
     if not (dy.shape == x.shape and dy.dtype == x.dtype in FLOATS):
         return definition.backward(dy, cache)
-    flat, dflat, dx = for_kernel(x).reshape(-1), for_kernel(dy).reshape(-1), empty(x.size, x.dtype)
+    flat, dflat = for_kernel(x).reshape(-1), for_kernel(dy).reshape(-1)
+    dx = empty(x.shape, x.dtype).reshape(-1)
     kernel = _tanh_form_back if approximate == "tanh" else _erf_form_back
     threads.share(
         lambda i, end: kernel(flat[i:end], dflat[i:end], dx[i:end]),
