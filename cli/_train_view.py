@@ -150,7 +150,7 @@ class TrainView:
                 self.progress.start()
             except OSError:
                 self._fall_silent()
-                self._stop_progress()
+                self.progress = None  # stop() would undo what start() has not come to, or has undone
 
     def _on_step(self, event: Event) -> None:
         figures = _figures(event, short=self.progress is not None and self.console.width < 100)

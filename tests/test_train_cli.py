@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import math
 import os
 import pty
 import random
@@ -288,21 +289,44 @@ def test_a_reader_that_goes_away_does_not_end_the_training(tmp_path, tiny_option
     assert all_verify(tmp_path / "run") == [0, 6]
 
 
-def test_a_progress_display_that_cannot_start_makes_the_view_silent(monkeypatch, tmp_path):
-    """L01: the terminal hung up just then, after all earlier lines."""
+class Terminal(io.TextIOWrapper):
+    """Hangs up at the so-and-so-manyth write or flush: all fail until the descriptor is another file."""
 
-    def start(progress):
-        raise OSError(errno.EIO, "Input/output error")
+    left = math.inf
 
-    monkeypatch.setattr("rich.progress.Progress.start", start)
-    with open(tmp_path / "output", "w") as file:
-        view = TrainView()
-        view.console = Console(file=file, force_terminal=True)
-        view._begin()
-        assert view.silent
-        assert view.progress is None
-        view.line("to nobody")
-    assert (tmp_path / "output").read_bytes() == b""
+    def write(self, text):
+        return self._unless_gone(super().write, text)
+
+    def flush(self):
+        return self._unless_gone(super().flush)
+
+    def _unless_gone(self, function, *arguments):
+        self.left -= 1
+        if self.left < 0 and os.path.sameopenfile(self.fileno(), self.original):
+            raise OSError(errno.EIO, "Input/output error")
+        return function(*arguments)
+
+
+def test_a_terminal_that_is_gone_from_any_of_its_lines_on_makes_the_view_silent(tmp_path):
+    """L01: a hang-up just as the progress display started once ended the run with an error."""
+    left, silent = 0, True
+    while silent:
+        with (
+            open(tmp_path / "output", "wb", buffering=0) as original,
+            Terminal(os.fdopen(os.dup(original.fileno()), "wb", 0), write_through=True) as file,
+        ):
+            file.original, file.left = original.fileno(), left
+            with TrainView() as view:
+                view.console = Console(file=file, force_terminal=True, highlight=False)
+                view.line("writing to run")
+                view._begin()
+                view.line("checkpoint at step 0")
+            file.left = math.inf
+        left, silent = left + 1, view.silent
+    assert left > 8
+    written = (tmp_path / "output").read_text()
+    assert written.startswith("writing to run\n")
+    assert "checkpoint at step 0\n" in written
 
 
 def on_terminal(args, term, until=None):
