@@ -53,16 +53,16 @@ def empty(shape: int | tuple[int, ...], dtype: Any) -> Array:
         return np.empty(shape, dtype)
     size = -(-n_bytes // _PAGE) * _PAGE
     row = shape[-1] * np.dtype(dtype).itemsize
-    memory = _take(size, size * _SLACK, row)
+    memory = _take(size, int(size * _SLACK), row)
     if memory is None:
-        _take(size / _SLACK, size, row)
+        _take(int(size / _SLACK), size, row)
         _return_what_is_old()
         memory = np.empty(size + _LINE, np.uint8)
         memory = memory[-memory.ctypes.data % _LINE :][:size]
     return np.asarray(_Lease(memory, row))[:n_bytes].view(dtype).reshape(shape)
 
 
-def _take(least: float, most: float, row: int) -> Array | None:
+def _take(least: int, most: int, row: int) -> Array | None:
     """Free memory of `least` bytes, or else the smallest up to `most` whose last array had such rows."""
     if _free.get(least):
         return _free[least].pop()[0]
